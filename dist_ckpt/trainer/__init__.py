@@ -1,0 +1,1 @@
+"""The ready-made training program: configuration, model, data, loop and training states."""

@@ -1,0 +1,171 @@
+"""A Llama-style decoder."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dist_ckpt.trainer.models.config import Attention, Loss, ModelConfig
+
+IGNORE_INDEX = -100
+"""Label of a position without a target."""
+
+
+def rope_tables(config: ModelConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's rotation angles (arXiv:2104.09864, eq. 34).
+
+    Returns:
+        Two fp32 tensors (max_seq_len, head_dim / 2).
+    """
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+    frequencies = config.rope_theta ** (-half / config.head_dim)
+    angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32, device=device), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates each pair (x_i, x_{i + head_dim/2}) by its position's angle, in fp32.
+
+    x: (batch, seq, heads, head_dim); cos, sin: (seq, head_dim / 2). Returns x's shape and dtype.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Causal grouped-query attention with rotary positions.
+
+    x: (batch, seq, d_model) → the same.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.wk = nn.Linear(config.d_model, kv_dim, bias=False)
+        self.wv = nn.Linear(config.d_model, kv_dim, bias=False)
+        self.wo = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        q = rotate(self.wq(x).view(batch, seq, self.config.n_heads, -1), cos, sin).transpose(1, 2)
+        k = rotate(self.wk(x).view(batch, seq, self.config.n_kv_heads, -1), cos, sin).transpose(1, 2)
+        v = self.wv(x).view(batch, seq, self.config.n_kv_heads, -1).transpose(1, 2)
+        if self.config.attention is Attention.sdpa:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        else:
+            repeats = self.config.n_heads // self.config.n_kv_heads
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+            chunk = self.config.attention_chunk if self.config.attention is Attention.chunked else seq
+            parts = [_attend(q[:, :, i : i + chunk], k, v, i) for i in range(0, seq, chunk)]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Causal attention with materialised scores, of queries ``start …`` to all keys they may see.
+
+    q: (batch, heads, chunk, head_dim); k, v: (batch, heads, seq, head_dim). Returns q's shape.
+    """
+    stop = start + q.shape[2]
+    k, v = k[:, :, :stop], v[:, :, :stop]
+    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+    future = torch.ones(q.shape[2], stop, dtype=torch.bool, device=q.device).triu(start + 1)
+    return scores.masked_fill(future, float("-inf")).softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) · w3 x) (arXiv:2002.05202).
+
+    x: (batch, seq, d_model) → the same.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.w2 = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.w3 = nn.Linear(config.d_model, config.d_ff, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward, each on a residual branch.
+
+    x: (batch, seq, d_model) → the same.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = SelfAttention(config)
+        self.ffn_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+
+
+class Transformer(nn.Module):
+    """The decoder with its head and loss."""
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        config.check()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tied:
+            self.output.weight = self.tok_embeddings.weight
+        cos, sin = rope_tables(config)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+
+    def init_buffers(self) -> None:
+        """Fills the buffers anew, after a model built on meta got memory on a device."""
+        self.rope_cos, self.rope_sin = rope_tables(self.config, self.rope_cos.device)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits, or with labels the loss.
+
+        Args:
+            input_ids: (batch, seq) int64.
+            labels: (batch, seq) int64, the target of each position, or IGNORE_INDEX for none.
+
+        Returns:
+            Logits (batch, seq, vocab_size); with labels the **sum** over tokens of the cross-entropy in nats, an
+            fp32 scalar. A sum, because the right divisor (the tokens of the whole update, over micro-batches and
+            ranks) is known to the engine alone.
+        """
+        seq = input_ids.shape[1]
+        cos, sin = self.rope_cos[:seq], self.rope_sin[:seq]
+        x = self.dropout(self.tok_embeddings(input_ids))
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        x = self.norm(x)
+        if labels is None:
+            return self.output(x)
+        x, labels = x.flatten(0, 1), labels.flatten()
+        if self.config.loss is Loss.full or not torch.is_grad_enabled():
+            return _token_loss(self.output, x, labels)
+        pieces = zip(x.split(self.config.loss_chunk), labels.split(self.config.loss_chunk), strict=True)
+        losses = [checkpoint(_token_loss, self.output, *piece, use_reentrant=False) for piece in pieces]
+        return torch.stack(losses).sum()
+
+
+def _token_loss(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    """Summed cross-entropy; x: (tokens, d_model), labels: (tokens,); fp32 scalar."""
+    return F.cross_entropy(head(x).float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
