@@ -1,0 +1,125 @@
+"""Private parts of ``torch.autograd`` and ``torch.utils.checkpoint`` (tested with torch 2.13).
+
+Two things are needed that torch has but does not publish: what an autograd graph keeps, read without hooks, and the
+frame of a non-reentrant checkpoint with its op-level cache. Both are reached through attributes whose absence raises
+:class:`UnsupportedTorch` instead of giving a wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint as _checkpoint
+from torch.utils._pytree import tree_leaves
+
+
+class UnsupportedTorch(RuntimeError):
+    """This torch version lacks a private attribute that the package reads."""
+
+
+def saved_tensors(node: Any, attributes: dict[type, tuple[str, ...]]) -> Iterator[Any]:
+    """The ``SavedTensor`` handles of one autograd node, without unpacking any of them.
+
+    Args:
+        attributes: a memo of the handles' attribute names by node type, kept by the caller for one walk.
+    """
+    kind = type(node)
+    names = attributes.get(kind)
+    if names is None:
+        names = attributes[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+    for name in names:
+        handle = getattr(node, name)
+        if isinstance(handle, tuple):  # TensorList arguments, and save_for_backward of a custom Function
+            yield from (one for one in handle if one is not None)
+        elif handle is not None:
+            yield handle
+
+
+def is_opaque(node: Any) -> bool:
+    """Whether a node may keep tensors that Python cannot see: custom Functions written in C++."""
+    return "CppNode" in node.name()
+
+
+def frame_of(handle: Any) -> Any | None:
+    """The frame of the non-reentrant checkpoint that packed this saved tensor; ``None`` for other hooks."""
+    return _frame_in(handle.unpack_hook)
+
+
+def current_frame() -> Any:
+    """The frame of the innermost non-reentrant checkpoint whose forward is running."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    frame = _frame_in(hooks[1]) if hooks else None
+    if frame is None:
+        raise UnsupportedTorch(f"torch {torch.__version__}: no checkpoint frame on the saved-tensor hook stack")
+    return frame
+
+
+def _frame_in(hook: Any) -> Any | None:
+    """Frames live in the closures of the hooks that ``_checkpoint_hook`` makes (torch/utils/checkpoint.py)."""
+    if not getattr(hook, "__qualname__", "").startswith("_checkpoint_hook.__init__"):
+        return None
+    wrapped = _captured(hook, "unpack_hook")  # with an error callback the hook wraps the one that holds the frame
+    frame = _captured(wrapped or hook, "frame")
+    if frame is None:
+        raise UnsupportedTorch(f"torch {torch.__version__}: a checkpoint's hooks hold no frame")
+    return frame
+
+
+def _captured(function: Any, name: str) -> Any | None:
+    """The value that a function's closure has for a variable; ``None`` if it has none."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    try:
+        return cells[name].cell_contents
+    except (KeyError, ValueError):  # no such variable, or one that was never assigned
+        return None
+
+
+def frame_packed_count(frame: Any) -> int:
+    """How many tensors the frame's forward has saved for backward so far."""
+    return len(frame.weak_holders)
+
+
+def frame_stops_early(frame: Any) -> bool:
+    """Whether the recompute ends at the last tensor that backward needs."""
+    return bool(frame.early_stop)
+
+
+def frame_inputs(frame: Any) -> Iterator[Any]:
+    """What a frame keeps to run again: ``SavedTensor`` handles of positional tensors, tensors of keyword ones."""
+    if not hasattr(frame, "saved_args"):
+        raise UnsupportedTorch(f"torch {torch.__version__}: checkpoint frames keep their inputs elsewhere")
+    for leaf in tree_leaves(frame.saved_args):
+        if isinstance(leaf, (Tensor, torch._C._autograd.SavedTensor)):
+            yield leaf
+    kwargs = _captured(frame.recompute_fn, "kwargs") or {}
+    yield from (leaf for leaf in tree_leaves(kwargs) if isinstance(leaf, Tensor))
+
+
+def frame_cache(frame: Any) -> Iterator[Tensor]:
+    """The tensors in a frame's op-level cache, if it has one."""
+    storage = getattr(_captured(frame.recompute_fn, "recompute_context"), "storage", None)
+    for entries in (storage or {}).values():
+        for entry in entries.values():
+            for leaf in tree_leaves(entry):
+                value = getattr(leaf, "val", None)
+                if isinstance(value, Tensor):
+                    yield value
+
+
+def drop_cached(mode: Any, key: Any, index: int) -> None:
+    """Marks one result of an op-level cache as to be recomputed, and frees it.
+
+    Args:
+        mode: the first context of ``create_selective_checkpoint_contexts``.
+        key, index: the operator and the number of its call in this forward.
+    """
+    mode.storage[key][index] = _checkpoint._RECOMPUTE
+
+
+def last_call(mode: Any, op: Any, args: tuple[Any, ...]) -> tuple[Any, int]:
+    """Key and index under which an op-level cache files the call that its policy is just deciding on."""
+    key = _checkpoint._sac_storage_key(op, args)
+    return key, mode.func_counter[key] - 1

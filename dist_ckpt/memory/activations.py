@@ -1,0 +1,111 @@
+"""Saved bytes: what an autograd graph keeps for backward, read from the graph itself.
+
+The usual way is a pair of saved-tensor hooks. Those switch off autograd's check for in-place edits, add an operation
+to every saved tensor, and miss op-level caches. Walking the finished graph from its roots costs no operation, changes
+nothing that autograd does, and sees what checkpoints keep, whoever made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dist_ckpt.compat import torch as private
+from dist_ckpt.memory.storages import Storages
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """What a graph keeps for backward, in bytes of distinct storages."""
+
+    total: int
+    inputs: int
+    """Of the total: inputs of recomputed regions, where nothing else keeps them."""
+    cached: int
+    """Of the total: results in op-level caches, where nothing else keeps them."""
+    opaque: tuple[str, ...] = ()
+    """Names of graph nodes that may keep tensors which Python cannot see (custom Functions in C++)."""
+
+
+def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor]) -> SavedBytes:
+    """Bytes kept for the backward of ``roots``, to be read after forward and before backward.
+
+    Not counted: storages of ``resident`` (parameters, buffers, unsharded copies), autocast's low-precision copies of
+    parameters, and the RNG states that checkpoints stash.
+
+    Args:
+        roots: the loss, or all outputs that backward starts from.
+        resident: tensors that are alive anyway and accounted elsewhere.
+    """
+    walk = _Walk(Storages(resident))
+    walk.visit([root.grad_fn for root in roots])
+    return SavedBytes(walk.kept.nbytes, walk.inputs, walk.cached, tuple(sorted(walk.opaque)))
+
+
+class _Walk:
+    """One pass over a graph; frames of checkpoints are visited once however many of their tensors are met."""
+
+    def __init__(self, resident: Storages) -> None:
+        self.resident = resident
+        self.kept = Storages()
+        self.inputs = self.cached = 0
+        self.opaque: set[str] = set()
+        self._attributes: dict[type, tuple[str, ...]] = {}
+        self._frames: dict[int, Any] = {}
+
+    def visit(self, nodes: list[Any]) -> None:
+        seen = {node for node in nodes if node is not None}
+        pending = list(seen)
+        frames: list[Any] = []
+        while pending:
+            node = pending.pop()
+            for handle in private.saved_tensors(node, self._attributes):
+                self._keep(handle, frames)
+            if private.is_opaque(node):
+                self.opaque.add(node.name())
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+        # Frames last: what the graph keeps itself is not the frames' doing. The list grows: frames nest.
+        for frame in frames:
+            for item in private.frame_inputs(frame):
+                self.inputs += self._keep(item, frames)
+        for frame in frames:
+            self.cached += sum(self.kept.add(t, unless_in=self.resident) for t in private.frame_cache(frame))
+
+    def _keep(self, item: Any, frames: list[Any]) -> int:
+        """Counts one saved tensor or handle; a handle of a checkpoint leads to its frame instead."""
+        if isinstance(item, Tensor):
+            return self.kept.add(item, unless_in=self.resident)
+        if item.unpack_hook is None:
+            tensor = item.data
+            if not isinstance(tensor, Tensor) or _is_weight_copy(tensor):
+                return 0
+            return self.kept.add(tensor, unless_in=self.resident)
+        frame = private.frame_of(item)
+        if frame is not None:
+            if id(frame) not in self._frames:
+                self._frames[id(frame)] = frame
+                frames.append(frame)
+            return 0
+        # Somebody else's hooks (save_on_cpu, quantisation): what they packed is what is kept.
+        tensors = [leaf for leaf in tree_leaves(item.data) if isinstance(leaf, Tensor)]
+        return sum(self.kept.add(tensor, unless_in=self.resident) for tensor in tensors)
+
+
+_CAST = "ToCopyBackward0"
+_VIEWS = frozenset({"TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0", "ReshapeAliasBackward0"})
+
+
+def _is_weight_copy(tensor: Tensor) -> bool:
+    """Whether a tensor is a cast copy of a parameter, as autocast makes, or a view of such a copy."""
+    node, cast = tensor.grad_fn, False
+    while node is not None and (node.name() == _CAST or node.name() in _VIEWS):
+        cast = cast or node.name() == _CAST
+        node = node.next_functions[0][0]
+    return cast and isinstance(getattr(node, "variable", None), nn.Parameter)

@@ -1,0 +1,52 @@
+"""Distinct storages and their bytes: the unit in which everything here is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class Storages:
+    """A set of distinct storages.
+
+    Views, tied weights and aliases of one storage count once. The storages are kept referenced while the set lives:
+    their addresses would otherwise be reused by others and be counted wrong.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._by_id: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor, unless_in: Storages | None = None) -> int:
+        """Adds the tensor's storages that are new, and returns their bytes.
+
+        A tensor subclass that wraps others (DTensor, quantised weights) stands for what it holds on this rank: its
+        own ``nbytes`` would be those of all ranks together.
+        """
+        added = 0
+        for part in _plain_parts(tensor):
+            storage = part.untyped_storage()
+            key = storage._cdata
+            if key not in self._by_id and not (unless_in is not None and key in unless_in._by_id):
+                self._by_id[key] = storage
+                added += storage.nbytes()
+        return added
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return all(part.untyped_storage()._cdata in self._by_id for part in _plain_parts(tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes now: a storage that was released in the meantime (FSDP's unsharded copies) counts 0."""
+        return sum(storage.nbytes() for storage in self._by_id.values())
+
+
+def _plain_parts(tensor: Tensor) -> list[Tensor]:
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _plain_parts(getattr(tensor, name))]
