@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from dist_ckpt.errors import PlanError, choices
+from dist_ckpt.names import named_children, named_modules, unwrap
 
 
 def find_blocks(model: nn.Module, spec: str | tuple[str, ...] = "auto") -> tuple[str, ...]:
@@ -31,7 +32,7 @@ def find_blocks(model: nn.Module, spec: str | tuple[str, ...] = "auto") -> tuple
         if not names:
             raise PlanError(_nothing_found(model, one))
         found |= names
-    return tuple(name for name, _ in model.named_modules() if name in found and not _inside(name, found))
+    return tuple(name for name, _ in named_modules(model) if name in found and not _inside(name, found))
 
 
 def glob_match(name: str, pattern: str) -> bool:
@@ -57,7 +58,7 @@ def _repeated_layers(model: nn.Module) -> Iterator[str]:
     """
 
     def visit(module: nn.Module, prefix: str) -> Iterator[str]:
-        children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
+        children = [(f"{prefix}{name}", child) for name, child in named_children(module)]
         blocks: set[str] = set()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             kinds = Counter(type(child) for _, child in children if _is_layer(child))
@@ -69,7 +70,7 @@ def _repeated_layers(model: nn.Module) -> Iterator[str]:
             else:
                 yield from visit(child, f"{name}.")
 
-    yield from visit(model, "")
+    yield from visit(unwrap(model), "")
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -80,7 +81,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _named_or_classed(model: nn.Module, spec: str) -> set[str]:
-    modules = [(name, module) for name, module in model.named_modules() if name]
+    modules = [(name, module) for name, module in named_modules(model) if name]
     by_class = {name for name, module in modules if class_name(module) == spec}
     return by_class or {name for name, _ in modules if glob_match(name, spec)}
 
@@ -91,16 +92,16 @@ def _inside(name: str, others: set[str]) -> bool:
 
 
 def _nothing_found(model: nn.Module, spec: str) -> str:
-    counts = Counter(class_name(m) for name, m in model.named_modules() if name and next(m.children(), None) is not None)
-    if not counts:
-        counts = Counter(class_name(m) for name, m in model.named_modules() if name)
+    modules = [module for name, module in named_modules(model) if name]
+    composite = [module for module in modules if next(module.children(), None) is not None]
+    counts = Counter(class_name(module) for module in composite or modules)
     classes = ", ".join(f"{name} ({n})" for name, n in counts.most_common(12)) or "(the model has no submodules)"
     if spec == "auto":
         return (
-            f"no blocks found in {class_name(model)}: it has no list of repeated composite layers. Name them with "
+            f"no blocks found in {class_name(unwrap(model))}: it has no list of repeated composite layers. Name them with "
             f"ckpt.blocks: a class name or a glob over module names. Classes in the model: {classes}"
         )
     return (
-        f"ckpt.blocks={spec!r} matches no module of {class_name(model)}, by class or by name; "
+        f"ckpt.blocks={spec!r} matches no module of {class_name(unwrap(model))}, by class or by name; "
         f"{choices(spec, counts)}. Classes in the model: {classes}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 _WRAPPER_LEVELS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Attribute levels that activation wrappers, FSDP1 and torch.compile put into a name."""
@@ -19,25 +19,37 @@ def unwrapped_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_LEVELS)
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module that its author wrote, out of all wrappers around it."""
+    while True:
+        # DistributedDataParallel's ``module`` is the one level that a user's model may have as well.
+        levels = ("module",) if isinstance(module, nn.parallel.DistributedDataParallel) else _WRAPPER_LEVELS
+        inner = next((module._modules[level] for level in levels if level in module._modules), None)
+        if inner is None:
+            return module
+        module = inner
+
+
+def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children of an unwrapped module, themselves unwrapped."""
+    for name, child in unwrap(module).named_children():
+        yield name, unwrap(child)
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """``model.named_modules()`` as the plain model has it: no wrappers, neither as levels of a name nor as modules."""
+    for name, module in unwrap(model).named_modules():
+        if unwrap(module) is module:
+            yield unwrapped_name(name), module
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """``model.named_parameters()`` under the names that the plain model has."""
     for name, parameter in unwrap(model).named_parameters():
         yield unwrapped_name(name), parameter
 
 
-def named_buffers(model: nn.Module) -> Iterator[tuple[str, object]]:
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """``model.named_buffers()`` under the names that the plain model has."""
     for name, buffer in unwrap(model).named_buffers():
         yield unwrapped_name(name), buffer
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``model.named_modules()`` under the names that the plain model has; a wrapper and what it wraps share one."""
-    for name, module in unwrap(model).named_modules():
-        yield unwrapped_name(name), module
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, whose ``module.`` is the one level that a user's model may have too."""
-    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    return model.module if is_ddp else model

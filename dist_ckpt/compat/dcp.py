@@ -168,18 +168,17 @@ class _Builder:
             state_dict_metadata={_typed(key, str, "key"): self.tensor(entry) for key, entry in entries.items()},
             storage_data={self.index(key): self.place(place) for key, place in storage.items()},
             storage_meta=StorageMeta(),
-            version=None,
         )
 
     def tensor(self, record: object) -> TensorStorageMetadata:
         fields = _fields(record, "TensorStorageMetadata")
         state = _typed(_record(fields.get("properties"), "TensorProperties").state, tuple, "properties")
-        chunks = _typed(fields.get("chunks"), list, "chunks")
-        return TensorStorageMetadata(
-            properties=TensorProperties(dtype=_typed(state[0], torch.dtype, "dtype")),
-            size=_size(fields.get("size")),
-            chunks=[self.chunk(chunk) for chunk in chunks],
-        )
+        size = _size(fields.get("size"))
+        chunks = [self.chunk(chunk) for chunk in _typed(fields.get("chunks"), list, "chunks")]
+        if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():  # DCP would leave the rest as it was
+            raise ValueError(f"a tensor of {tuple(size)} whose parts have not as many elements")
+        properties = TensorProperties(dtype=_typed(state[0], torch.dtype, "dtype"))
+        return TensorStorageMetadata(properties=properties, size=size, chunks=chunks)
 
     def chunk(self, record: object) -> ChunkStorageMetadata:
         fields = _fields(record, "ChunkStorageMetadata")

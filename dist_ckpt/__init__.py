@@ -1,0 +1,70 @@
+"""Control of activation memory in distributed PyTorch training.
+
+Names load on first use, so that the command line can reject a mistake before torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dist_ckpt.cost import PlanCost, plan_cost
+    from dist_ckpt.errors import DistCkptError, PlanError
+    from dist_ckpt.memory.meter import MemoryMeter
+    from dist_ckpt.memory.records import MemoryReport, RankMemory
+    from dist_ckpt.names import named_parameters
+    from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
+    from dist_ckpt.planning import make_plan
+    from dist_ckpt.policy import Policy
+    from dist_ckpt.wrap.apply import apply, apply_plan, remove_plan
+
+_HOMES = {
+    "PlanCost": "cost",
+    "plan_cost": "cost",
+    "DistCkptError": "errors",
+    "PlanError": "errors",
+    "MemoryMeter": "memory.meter",
+    "MemoryReport": "memory.records",
+    "RankMemory": "memory.records",
+    "named_parameters": "names",
+    "OpRule": "plan",
+    "Plan": "plan",
+    "Region": "plan",
+    "SaveRule": "plan",
+    "make_plan": "planning",
+    "Policy": "policy",
+    "apply": "wrap.apply",
+    "apply_plan": "wrap.apply",
+    "remove_plan": "wrap.apply",
+}
+
+__all__ = [
+    "DistCkptError",
+    "MemoryMeter",
+    "MemoryReport",
+    "OpRule",
+    "Plan",
+    "PlanCost",
+    "PlanError",
+    "Policy",
+    "RankMemory",
+    "Region",
+    "SaveRule",
+    "apply",
+    "apply_plan",
+    "make_plan",
+    "named_parameters",
+    "plan_cost",
+    "remove_plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dist_ckpt' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dist_ckpt.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,156 @@
+"""What a plan costs on a batch: saved bytes and recomputed FLOPs, exact, on fake tensors.
+
+The model's real code runs, forward and backward, with the plan applied to a copy whose tensors have shapes but no
+memory. Nothing is modelled, so nothing can be modelled wrongly; a 70B model on the meta device costs no more than its
+Python objects.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from dist_ckpt.errors import PlanError
+from dist_ckpt.flops import count_flops
+from dist_ckpt.memory.activations import SavedBytes, saved_bytes
+from dist_ckpt.names import unwrap
+from dist_ckpt.plan import Plan
+from dist_ckpt.wrap.apply import apply_plan, remove_plan
+
+Batch = Mapping[str, Any] | Sequence[Any] | Tensor
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) → scalar loss."""
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """Cost of one micro-batch, forward and backward, on one rank that holds the whole model."""
+
+    saved_bytes: int
+    """Activation bytes alive between forward and backward."""
+    input_bytes: int
+    """Of these: inputs of recomputed regions."""
+    cached_bytes: int
+    """Of these: results that op rules keep."""
+    flops: int
+    """Forward, recompute and backward."""
+    none_saved_bytes: int
+    """Saved bytes without a policy."""
+    none_flops: int
+    """FLOPs without a policy."""
+
+    @property
+    def recomputed_flops(self) -> int:
+        return self.flops - self.none_flops
+
+    def __str__(self) -> str:
+        share = self.saved_bytes / self.none_saved_bytes if self.none_saved_bytes else 1.0
+        extra = self.recomputed_flops / self.none_flops if self.none_flops else 0.0
+        return (
+            f"saved {self.saved_bytes / 2**20:.2f} MiB a micro-batch ({share:.1%} of {self.none_saved_bytes / 2**20:.2f} "
+            f"MiB without a policy; inputs {self.input_bytes / 2**20:.2f}, op results {self.cached_bytes / 2**20:.2f}); "
+            f"recomputes {self.recomputed_flops:,} FLOPs (+{extra:.1%} of forward and backward)"
+        )
+
+
+def plan_cost(model: nn.Module, plan: Plan, batch: Batch, loss_fn: LossFn | None = None) -> PlanCost:
+    """Saved bytes and FLOPs of a plan on a batch; the model and the batch are not touched.
+
+    Args:
+        model: the whole model, on any device including meta, with or without a plan applied.
+        batch: a micro-batch as the model takes it: a mapping (keyword arguments), a sequence (positional ones) or a
+            tensor. Only shapes and dtypes matter.
+        loss_fn: the loss to differentiate, by default :func:`default_loss`.
+
+    Raises:
+        PlanError: the plan does not fit, an op rule matches nothing, the model is sharded, or its forward depends on
+            values and so cannot run on fake tensors.
+    """
+    loss_fn = loss_fn or default_loss
+    with_plan = _measure(model, plan, batch, loss_fn)
+    without = _measure(model, Plan(), batch, loss_fn) if plan.regions else with_plan
+    saved, flops = with_plan
+    none_saved, none_flops = without
+    return PlanCost(saved.total, saved.inputs, saved.cached, flops, none_saved.total, none_flops)
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Calls the model and takes its scalar output, the output's ``loss``, or else the sum of what it returns."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, Tensor):
+        output = model(batch)
+    else:
+        output = model(*batch)
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = found if isinstance(found, Tensor) else output
+    if not isinstance(loss, Tensor):
+        raise PlanError(f"the model returns a {type(output).__name__}: pass loss_fn(model, batch) → scalar loss")
+    return loss if loss.dim() == 0 else loss.sum()
+
+
+def _measure(model: nn.Module, plan: Plan, batch: Batch, loss_fn: LossFn) -> tuple[SavedBytes, int]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = _device_of(model)
+    fake = _fake_copy(model, mode, device)
+    remove_plan(fake)
+    apply_plan(fake, plan)
+    fake.train()
+    saved: list[SavedBytes] = []
+
+    def step() -> None:
+        loss = loss_fn(fake, tree_map(lambda leaf: _fake(leaf, mode, device), batch))
+        saved.append(saved_bytes([loss], [*fake.parameters(), *fake.buffers()]))
+        loss.backward()
+
+    # Dropout draws nothing on fake tensors, but restoring the states that checkpoints stash would move the real RNG.
+    with torch.random.fork_rng(devices=[]), mode:
+        try:
+            flops = count_flops(step)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise PlanError(
+                f"the cost cannot be computed without running the model: its forward depends on values ({error})"
+            ) from error
+    return saved[0], flops
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where to pretend to run: the model's device, or the CPU for meta (fake CUDA aborts where there is no GPU)."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _fake(leaf: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    with mode:
+        fake = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=device)
+    return fake.requires_grad_(leaf.requires_grad)
+
+
+def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """A deep copy that shares every object but the tensors, which are replaced by fake ones."""
+    if unwrap(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise PlanError("plan_cost needs the model before sharding and compiling")
+    replaced: dict[int, Any] = {}
+    for module in model.modules():
+        tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and id(tensor) not in replaced:
+                fake = _fake(tensor.detach(), mode, device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    return copy.deepcopy(model, replaced)

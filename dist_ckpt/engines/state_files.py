@@ -1,0 +1,189 @@
+"""The files of a training state's folder, and how they are checked before anything of them is used.
+
+    step_20/
+      __0_0.distcp …    tensors, written by torch.distributed.checkpoint, one file a rank
+      .metadata         where each tensor lies
+      state.json        everything that is no tensor
+      manifest.json     the size and checksum of each file above; written last, so its presence means complete
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dist_ckpt.compat.dcp import METADATA_FILE, read_metadata
+from dist_ckpt.engines.agreement import on_rank_zero, rank_and_world_size, together
+from dist_ckpt.errors import StateError
+
+RECORD_FILE = "state.json"
+MANIFEST_FILE = "manifest.json"
+SHARD_SUFFIX = ".distcp"
+
+FORMAT = "dist_ckpt training state"
+SCHEMA = 1
+
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class StateFolder:
+    """A complete training state whose every file has been checked."""
+
+    path: Path
+    record: Mapping[str, Any]
+    """What ``state.json`` holds."""
+    metadata: Metadata
+    """DCP's directory of the tensors."""
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder holds a finished training state; its files may still turn out to be damaged when opened."""
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def prepare_folder(folder: Path) -> None:
+    """Makes an empty folder on rank 0. Every rank must call it.
+
+    Raises:
+        StateError: the folder holds something, or cannot be made.
+    """
+
+    def make() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise StateError(f"{folder}: is not empty; a training state needs a folder of its own")
+
+    on_rank_zero(make)
+
+
+def seal_folder(folder: Path, record: Mapping[str, Any]) -> None:
+    """Writes what is no tensor, then the manifest. Every rank must call it, after DCP has written all tensors.
+
+    Args:
+        record: what goes into ``state.json``; rank 0's is written.
+
+    Raises:
+        StateError: a file cannot be read back or written.
+    """
+    rank, _ = rank_and_world_size()
+    own = together(lambda: _sums(sorted(folder.glob(f"__{rank}_*{SHARD_SUFFIX}"))))
+
+    def write() -> None:
+        _write_json(folder / RECORD_FILE, {"format": FORMAT, "schema": SCHEMA, **record})
+        files = {name: entry for entries in own for name, entry in entries.items()}
+        files |= _sums([folder / METADATA_FILE, folder / RECORD_FILE])
+        _write_json(folder / MANIFEST_FILE, {"format": FORMAT, "schema": SCHEMA, "files": files})
+        _sync_folder(folder)
+
+    on_rank_zero(write)
+
+
+def open_folder(folder: Path) -> StateFolder:
+    """Checks every file of a state, the ranks sharing the work, and reads all but the tensors.
+
+    Every rank must call it.
+
+    Raises:
+        StateError: the same on every rank, naming the file that is missing, foreign, damaged or not trusted.
+    """
+    rank, world_size = rank_and_world_size()
+
+    def check() -> dict[str, Any]:
+        files = _read_manifest(folder)
+        for name, entry in files.items():
+            _check_size(folder / name, entry["bytes"])
+        for name in sorted(files)[rank::world_size]:
+            if _sha256(folder / name) != files[name]["sha256"]:
+                raise StateError(f"{folder / name}: is damaged: its content is not what was written")
+        return files
+
+    files = together(check)[rank]
+
+    def read() -> tuple[Mapping[str, Any], Metadata]:
+        shards = [name for name in files if name.endswith(SHARD_SUFFIX)]
+        return _read_json(folder / RECORD_FILE), read_metadata(folder / METADATA_FILE, shards)
+
+    # All ranks read the same two small files, so none has to be sent the tensors' directory.
+    return StateFolder(folder, *_own(read))
+
+
+def _own(action: Any) -> Any:
+    """This rank's result of an action that every rank does; kept off the wire, whatever its size."""
+    result: list[Any] = []
+    together(lambda: result.append(action()))
+    return result[0]
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise StateError(f"{folder}: no such folder; a training state is a folder such as states/step_20")
+    if not is_complete(folder):
+        kind = "is an incomplete training state" if (folder / METADATA_FILE).is_file() else "is no training state"
+        raise StateError(f"{folder}: {kind}: it has no {MANIFEST_FILE}, which is written last")
+    files = _read_json(folder / MANIFEST_FILE).get("files")
+    good = isinstance(files, dict) and {METADATA_FILE, RECORD_FILE} <= set(files)
+    if not good or not all(_is_entry(name, entry) for name, entry in files.items()):
+        raise StateError(f"{folder / MANIFEST_FILE}: is damaged: its list of files cannot be right")
+    return dict(files)
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    plain = bool(name) and name not in (".", "..") and not set(name) & {"/", "\\", "\0"}
+    right = isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+    return plain and right
+
+
+def _check_size(file: Path, expected_bytes: int) -> None:
+    if not file.is_file():
+        raise StateError(f"{file}: is missing from the training state")
+    actual_bytes = file.stat().st_size
+    if actual_bytes != expected_bytes:
+        raise StateError(f"{file}: is damaged: it has {actual_bytes} bytes of {expected_bytes}")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{file}: is damaged: {error}") from error
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise StateError(f"{file}: was not written by dist_ckpt")
+    if value.get("schema") != SCHEMA:
+        raise StateError(f"{file}: has schema {value.get('schema')!r}; this version reads {SCHEMA}")
+    return value
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sums(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the folder's entries survive a power cut, as each file's content already does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

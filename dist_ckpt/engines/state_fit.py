@@ -1,0 +1,70 @@
+"""Whether the tensors of a state are those of a model, told in terms a user can act on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dist_ckpt.errors import StateError
+
+
+def check_fit(folder: Path, what: str, here: Mapping[str, Any], saved: Mapping[str, TensorStorageMetadata]) -> None:
+    """Compares names, global shapes and dtypes.
+
+    Args:
+        folder: the state, for the message.
+        what: what the run has: "model" or "optimizer".
+        here: the run's tensors by name (plain, DTensor or ShardedTensor).
+        saved: the state's.
+
+    Raises:
+        StateError: lists a few of each kind of difference, and the numbers of layers where these differ.
+    """
+    both = [name for name in here if name in saved]
+    shapes = [
+        f"{name}: state {tuple(saved[name].size)}, {what} {tuple(here[name].size())}"
+        for name in both
+        if saved[name].size != here[name].size()
+    ]
+    dtypes = [
+        f"{name}: state {saved[name].properties.dtype}, {what} {here[name].dtype}"
+        for name in both
+        if saved[name].properties.dtype != here[name].dtype
+    ]
+    missing, extra = ([name for name in one if name not in other] for one, other in ((here, saved), (saved, here)))
+    parts = [f"{what} has {ours} {stem}, state has {theirs}" for stem, ours, theirs in _layer_counts(here, saved)]
+    for names, problem in (
+        (missing, "missing from the state"),
+        (extra, f"not in the {what}"),
+        (shapes, "of another shape"),
+        (dtypes, "of another dtype"),
+    ):
+        if names:
+            parts.append(f"{len(names)} {problem} ({listed(names)})")
+    if parts:
+        raise StateError(f"{folder}: does not fit the {what}: {'; '.join(parts)}")
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """A few of many names, for a message.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _layer_counts(here: Iterable[str], saved: Iterable[str]) -> list[tuple[str, int, int]]:
+    """(name, number here, number in the state) of each list of modules whose length differs."""
+    counts: list[dict[str, set[str]]] = [{}, {}]
+    for count, names in zip(counts, (here, saved), strict=True):
+        for name in names:
+            if match := re.match(r"(.*?)\.(\d+)\.", name):
+                count.setdefault(match[1], set()).add(match[2])
+    ours, theirs = counts
+    return [(stem, len(ours[stem]), len(theirs[stem])) for stem in ours if len(ours[stem]) != len(theirs.get(stem, ()))
+            and stem in theirs]

@@ -1,0 +1,56 @@
+"""Policy → Plan: a file a mode, each a pure function of the model's module names and the policy."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from dist_ckpt.blocks import find_blocks
+from dist_ckpt.plan import Plan, Region
+from dist_ckpt.planning.every_k import plan_every_k
+from dist_ckpt.planning.full import plan_full
+from dist_ckpt.planning.selective import plan_selective
+from dist_ckpt.planning.selective_attention import plan_selective_attention
+from dist_ckpt.policy import (
+    BlockPolicy,
+    EveryKPolicy,
+    FullPolicy,
+    Policy,
+    SelectiveAttentionPolicy,
+    SelectivePolicy,
+    policy_from,
+)
+
+Planner = Callable[[nn.Module, tuple[str, ...], Any], tuple[Region, ...]]
+"""(model, names of its blocks, policy) → regions."""
+
+_PLANNERS: Mapping[type[Policy], Planner] = types.MappingProxyType(
+    {
+        FullPolicy: plan_full,
+        EveryKPolicy: plan_every_k,
+        SelectivePolicy: plan_selective,
+        SelectiveAttentionPolicy: plan_selective_attention,
+    }
+)
+
+
+def make_plan(model: nn.Module, policy: str | Mapping[str, Any] | Policy | None) -> Plan:
+    """The plan that a policy means for a model. The model is only looked at, and may live on the meta device.
+
+    Args:
+        policy: a mode name, a mapping with ``mode`` (a dict or an OmegaConf node), a policy object, or ``None``.
+
+    Raises:
+        PlanError: an unknown mode or option; blocks or patterns that match nothing.
+    """
+    asked = policy_from(policy)
+    if not isinstance(asked, BlockPolicy):
+        return Plan(policy=asked.to_dict())
+    blocks = find_blocks(model, asked.blocks)
+    regions = _PLANNERS[type(asked)](model, blocks, asked)
+    covered = tuple(name for region in regions for name in region.modules)
+    unmatched = tuple(b for b in blocks if not any(c == b or c.startswith(f"{b}.") for c in covered))
+    return Plan(blocks=blocks, regions=regions, unmatched=unmatched, policy=asked.to_dict())

@@ -1,0 +1,12 @@
+"""Mode ``every_k``: one block in k is a region."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dist_ckpt.plan import Region
+from dist_ckpt.policy import EveryKPolicy
+
+
+def plan_every_k(model: nn.Module, blocks: tuple[str, ...], policy: EveryKPolicy) -> tuple[Region, ...]:
+    return tuple(Region((block,)) for block in blocks[:: policy.k])

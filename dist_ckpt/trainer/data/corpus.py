@@ -1,0 +1,100 @@
+"""From a config to the rows that train and the rows that validate."""
+
+from __future__ import annotations
+
+import os
+
+from dist_ckpt.errors import ConfigError, DataError
+from dist_ckpt.trainer.data.config import DataConfig
+from dist_ckpt.trainer.data.files import DocumentFile, FileDocuments, glob_files, split_point, stdlib_files
+from dist_ckpt.trainer.data.rows import Documents, RowDataset
+from dist_ckpt.trainer.data.synthetic import SyntheticDocuments
+
+
+def build_data(
+    config: DataConfig, *, vocab_size: int, seq_len: int, seed: int
+) -> tuple[RowDataset, RowDataset]:
+    """Finds the documents and splits them. Of files, only a sample of token ids is read.
+
+    Args:
+        config: what to read.
+        vocab_size: of the model; bytes need 256.
+        seq_len: tokens a row.
+        seed: of the training rows' order, and of synthetic documents; at least 0.
+
+    Returns:
+        Training rows, shuffled anew each epoch, and validation rows, in a fixed order. A share of few
+        documents may leave validation without rows (``num_rows == 0``): ``require_rows`` before using them.
+
+    Raises:
+        ConfigError: a vocabulary or seed that this data cannot be used with.
+        DataError: no files, unreadable or malformed ones, too little for one row.
+    """
+    if seed < 0:
+        raise ConfigError(f"train.seed={seed}: must be at least 0")
+    if config.kind in ("stdlib", "text") and vocab_size < 256:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size}: data={config.kind} has a token for each byte; use 256 or more"
+        )
+    documents: list[Documents] = []
+    dropped = [0, 0]
+    if config.kind == "synthetic":
+        numbers = range(config.documents or 4096)
+        validates = [split_point(str(number)) < config.validation_fraction for number in numbers]
+        longest = config.document_tokens or 2 * seq_len
+        for chooses in (False, True):
+            chosen = [number for number in numbers if validates[number] is chooses]
+            documents.append(SyntheticDocuments(chosen, longest, vocab_size, seed))
+    else:
+        dtype = "uint8" if config.kind != "tokens" else config.dtype or "uint16"
+        limit = config.max_document_bytes
+        for part, files in enumerate(_split_files(config)):
+            kept = [file for file in files if limit is None or file.size_bytes <= limit]
+            dropped[part] = len(files) - len(kept)
+            documents.append(FileDocuments(kept, dtype, vocab_size))
+
+    named = config.validation_glob is not None
+    remedy = "use more data, shorter rows (train.seq_len) or data.pack=false"
+    raise_share = f"raise data.validation_fraction={config.validation_fraction}"
+    training, validation = (
+        RowDataset(
+            documents[part],
+            seq_len=seq_len,
+            pack=config.pack,
+            shuffle_seed=None if part else seed,
+            label=f"{config.kind} {'validation' if part else 'training'}",
+            dropped=dropped[part],
+            remedy=raise_share if part and not named else remedy,
+        )
+        for part in (0, 1)
+    )
+    training.require_rows()
+    if named:
+        validation.require_rows()
+    return training, validation
+
+
+def _split_files(config: DataConfig) -> tuple[list[DocumentFile], list[DocumentFile]]:
+    if config.kind == "stdlib":
+        files = stdlib_files()
+    else:
+        assert config.glob is not None, "DataConfig checks it"
+        files = glob_files(config.glob, "data.glob")
+    if config.validation_glob is not None:
+        validation = glob_files(config.validation_glob, "data.validation_glob")
+        taken = {os.path.realpath(file.path) for file in validation}
+        training = [file for file in files if os.path.realpath(file.path) not in taken]
+        if not training:
+            raise DataError(
+                f"data.validation_glob: {config.validation_glob!r} matches every file of "
+                f"data.glob={config.glob!r}, which leaves none to train on"
+            )
+        return training, validation
+    share = config.validation_fraction
+    training = [file for file in files if split_point(file.name) >= share]
+    if not training:
+        raise DataError(
+            f"data.validation_fraction={share}: picks each of the {len(files)} files (by its hashed path) "
+            "and leaves none to train on; set it to 0, or name data.validation_glob"
+        )
+    return training, [file for file in files if split_point(file.name) < share]

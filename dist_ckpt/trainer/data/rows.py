@@ -1,0 +1,145 @@
+"""Documents as rows of a fixed length, in an order that depends on the seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_ckpt.errors import DataError
+
+IGNORE_INDEX = -100  # the label of a position without a target, as in torch.nn.functional.cross_entropy
+
+
+class Documents(Protocol):
+    """Sequences of token ids that can be read in part."""
+
+    lengths: np.ndarray
+    """(documents,) int64, in tokens."""
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` (exclusive) of a document: (stop - start,) int64."""
+        ...
+
+
+class RowDataset:
+    """An endless, random-access stream of rows of ``seq_len`` tokens.
+
+    Packed, the documents are joined in order and cut into rows, causal over the row: a row may start inside
+    a document and hold many, and what is left at the end, shorter than a row, is unused. Not packed, each
+    document is a row, cut off at ``seq_len`` or padded with token 0. In both, a label is the next token of
+    the *same* document (which may lie beyond the row's end); a document's last token, and padding, have
+    none. Documents of fewer than two tokens have no target at all and are left out.
+
+    Args:
+        documents: what to read.
+        seq_len: tokens a row.
+        pack: see above.
+        shuffle_seed: reorders the rows of each epoch by (seed, epoch); None keeps their order in every epoch.
+        label: begins the description.
+        dropped: documents left out for their length, for the description.
+        remedy: what to do if there is no row, for the message.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        *,
+        seq_len: int,
+        pack: bool,
+        shuffle_seed: int | None,
+        label: str,
+        dropped: int = 0,
+        remedy: str = "",
+    ) -> None:
+        assert seq_len >= 1
+        self._documents = documents
+        self._seq_len = seq_len
+        self._pack = pack
+        self._shuffle_seed = shuffle_seed
+        self._used = np.flatnonzero(documents.lengths > 1)
+        self._ends = np.cumsum(documents.lengths[self._used])  # where each document ends in the joined stream
+        tokens = int(self._ends[-1]) if len(self._ends) else 0
+        self._order: tuple[int, np.ndarray] | None = None  # (epoch, its permutation)
+        self.num_rows = tokens // seq_len if pack else len(self._used)
+        """Rows an epoch; 0 only for validation."""
+        self.dropped = dropped
+        """Documents left out because of ``data.max_document_bytes``."""
+        held = f"{len(self._used):,} documents with {tokens:,} tokens"
+        self.description = (
+            f"{label}: {held}, {'packed in' if pack else 'one each in'} {self.num_rows:,} rows of {seq_len}"
+        )
+        """One line for people."""
+        if dropped:
+            self.description += f", {dropped:,} longer documents dropped"
+        self._remedy = remedy
+
+    def require_rows(self) -> None:
+        """For whoever is going to need a row; training rows are known to have one.
+
+        Raises:
+            DataError: there is none.
+        """
+        if not self.num_rows:
+            raise DataError(f"data: too little for one row ({self.description}); {self._remedy}")
+
+    def sample(self, index: int) -> tuple[Tensor, Tensor]:
+        """Row of global sample index ``index`` >= 0: input ids and labels, (seq_len,) int64 each.
+
+        Raises:
+            DataError: there are no rows, or the row cannot be read.
+        """
+        assert index >= 0
+        self.require_rows()
+        row = self._row_at(*divmod(index, self.num_rows))
+        ids = np.zeros(self._seq_len, dtype=np.int64)
+        labels = np.full(self._seq_len, IGNORE_INDEX, dtype=np.int64)
+        for at, document, start, stop in self._spans(row):
+            length = int(self._documents.lengths[document])
+            tokens = self._documents.read(document, start, min(stop + 1, length))
+            ids[at : at + stop - start] = tokens[: stop - start]
+            labels[at : at + len(tokens) - 1] = tokens[1:]
+        return torch.from_numpy(ids), torch.from_numpy(labels)
+
+    def _spans(self, row: int) -> list[tuple[int, int, int, int]]:
+        """What a row is made of: (position in the row, document, its first token, its last token + 1)."""
+        if not self._pack:
+            document = int(self._used[row])
+            return [(0, document, 0, min(self._seq_len, int(self._documents.lengths[document])))]
+        spans = []
+        begin, end = row * self._seq_len, (row + 1) * self._seq_len
+        at, slot = begin, int(np.searchsorted(self._ends, begin, side="right"))
+        while at < end:
+            document = int(self._used[slot])
+            document_end = int(self._ends[slot])
+            document_begin = document_end - int(self._documents.lengths[document])
+            stop = min(end, document_end)
+            spans.append((at - begin, document, at - document_begin, stop - document_begin))
+            at, slot = stop, slot + 1
+        return spans
+
+    def _row_at(self, epoch: int, position: int) -> int:
+        if self._shuffle_seed is None:
+            return position
+        if self._order is None or self._order[0] != epoch:
+            rows = np.arange(self.num_rows, dtype=np.int64 if self.num_rows >> 32 else np.uint32)
+            self._order = (epoch, np.random.default_rng([self._shuffle_seed, epoch]).permutation(rows))
+        return int(self._order[1][position])
+
+
+def micro_batch(rows: RowDataset, start: int, rank: int, micro_batch: int) -> Mapping[str, Tensor]:
+    """One rank's rows of the micro-batch that starts at global sample ``start``.
+
+    Rank r takes samples ``start + r * micro_batch`` and the following, so any number of ranks together read
+    the same samples. ``rank`` counts data-parallel ranks.
+
+    Returns:
+        ``input_ids`` and ``labels``, each (micro_batch, seq_len) int64; a label is the target of the token at
+        its own position, or :data:`IGNORE_INDEX`.
+    """
+    first = start + rank * micro_batch
+    samples = [rows.sample(index) for index in range(first, first + micro_batch)]
+    return {"input_ids": torch.stack([s[0] for s in samples]), "labels": torch.stack([s[1] for s in samples])}

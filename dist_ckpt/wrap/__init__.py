@@ -1,0 +1,1 @@
+"""Plan → a model that recomputes: in place, and without a trace in its module tree."""

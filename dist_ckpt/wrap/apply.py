@@ -1,0 +1,112 @@
+"""Applying a plan to a model, and the checks that keep it from being applied wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
+    apply_activation_checkpointing,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from dist_ckpt.blocks import class_name
+from dist_ckpt.errors import PlanError, choices
+from dist_ckpt.names import named_modules, unwrap
+from dist_ckpt.plan import Plan, Region
+from dist_ckpt.planning import make_plan
+from dist_ckpt.policy import Policy
+from dist_ckpt.wrap.module import is_recomputed, keep_module, recompute_module
+
+
+def apply(model: nn.Module, policy: str | Mapping[str, Any] | Policy | None) -> Plan:
+    """Makes a plan for the model and applies it: the one line for an existing training loop, before sharding.
+
+    Returns:
+        The plan, for printing or saving.
+
+    Raises:
+        PlanError: as :func:`make_plan` and :func:`apply_plan`.
+    """
+    plan = make_plan(model, policy)
+    apply_plan(model, plan)
+    return plan
+
+
+def apply_plan(model: nn.Module, plan: Plan) -> None:
+    """Makes every region of the plan recompute, in place; checkpointing is non-reentrant throughout.
+
+    Order: plan → apply → compile → shard. A model sharded by FSDP1 takes a plan too, one sharded by FSDP2 only a
+    plan without op rules.
+
+    Raises:
+        PlanError: the model already recomputes (a plan was applied, torch's wrappers, or its own checkpointing), was
+            compiled before, or has no module of a name in the plan.
+    """
+    _refuse_second_application(model)
+    modules = dict(named_modules(model))
+    chosen: dict[nn.Module, Region] = {}
+    for region in plan.all_regions():
+        for name in region.modules:
+            if name not in modules:
+                raise PlanError(f"the plan names {name!r}, which {class_name(unwrap(model))} does not have; "
+                                f"{choices(name, _siblings(name, modules))}")
+            _refuse_unfit(name, modules[name])
+            if modules[name] in chosen:
+                raise PlanError(f"the plan names {name!r} in two regions, or it is shared under two names of the plan")
+            chosen[modules[name]] = region
+    if plan.has_op_rules() and any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise PlanError(
+            "op rules after FSDP2 sharding: its hooks inside a region would shift the op-level cache. "
+            "Apply the plan before fully_shard"
+        )
+    # torch's own traversal finds the modules; what would be its wrapper changes each module in place instead.
+    policy = CustomPolicy(lambda module: {"region": chosen[module]} if module in chosen else False)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=recompute_module, auto_wrap_policy=policy)
+    if model in chosen:  # the traversal never yields the root
+        recompute_module(model, chosen[model])
+
+
+def remove_plan(model: nn.Module) -> None:
+    """Undoes :func:`apply_plan`: every activation is kept again."""
+    for module in model.modules():
+        if is_recomputed(module):
+            keep_module(module)
+
+
+def _refuse_second_application(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None):
+            raise PlanError(f"{class_name(unwrap(module))} is already compiled: apply the plan first, then compile")
+        if isinstance(module, ActivationWrapper):
+            raise PlanError(
+                f"a {class_name(unwrap(module))} is already in a torch {class_name(module)}: recomputing it twice "
+                "gains nothing. Remove one of the two"
+            )
+    for name, module in named_modules(model):
+        if is_recomputed(module):
+            raise PlanError(f"a plan is already applied to this model ({name or 'its root'} recomputes)")
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise PlanError(
+                f"{name or class_name(module)!r} has its own gradient_checkpointing switched on: switch it off "
+                "(model.gradient_checkpointing_disable()) or apply no plan"
+            )
+
+
+def _refuse_unfit(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PlanError(f"{name!r} is a scripted module, which cannot be recomputed: script after training")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise PlanError(f"{name!r} is a {type(module).__name__}, which has no forward: name its children instead")
+    if "forward" in module.__dict__:
+        raise PlanError(f"{name!r} had its forward replaced on the object: apply the plan before that replacement")
+
+
+def _siblings(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Modules at the depth of a name that was not found, for a message that stays short."""
+    depth = name.count(".")
+    return [other for other in modules if other and other.count(".") == depth][:40]

@@ -1,0 +1,91 @@
+"""A module that recomputes its forward.
+
+The module is not put into a wrapper: it gets a subclass of its own class, as FSDP2 does it. Names, ``state_dict``
+keys, ``isinstance`` and the class's name stay what they were; a deep copy is an independent model that still
+recomputes. Hooks of the module lie outside its ``forward``, so they run once, and a sharding hook (FSDP2's unshard)
+never falls inside the region, where it would shift the positions of an op-level cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dist_ckpt.plan import Region
+from dist_ckpt.wrap.oplevel import OpRecorder
+
+_REGION = "_dist_ckpt_region"
+
+
+class Recomputed:
+    """Mixed in before a module's own class by :func:`recompute_module`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run: Callable[..., Any] = super().forward  # type: ignore[misc]
+        # In eval or without gradients there is nothing to recompute for, and nothing is paid.
+        if not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
+            return run(*args, **kwargs)
+        region: Region = self.__dict__[_REGION]
+        if not region.save.ops:
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        if torch.compiler.is_compiling():
+            contexts = OpRecorder.compiled_contexts(region)
+        else:
+            contexts = OpRecorder(region).contexts
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def extra_repr(self) -> str:
+        region: Region = self.__dict__[_REGION]
+        kept = ", ".join(f"{rule.action} {rule.op}" for rule in region.save.ops)
+        mark = "recomputed" + (f": {kept}" if kept else "")
+        return ", ".join(filter(None, (super().extra_repr(), mark)))  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class below has no importable name: pickle and deepcopy rebuild it from the module's own class.
+        return _rebuild, (own_class(self),), self.__dict__  # type: ignore[arg-type]
+
+
+@functools.cache
+def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (Recomputed, cls), names)
+
+
+def _rebuild(cls: type[nn.Module]) -> nn.Module:
+    new = _recomputed_class(cls)
+    return new.__new__(new)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module's author gave it."""
+    return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, Recomputed))
+
+
+def recompute_module(module: nn.Module, region: Region) -> nn.Module:
+    """Makes a module recompute its forward in backward, in place.
+
+    Args:
+        region: what is kept; its ``modules`` are not looked at.
+
+    Returns:
+        The same object, so that it can serve as ``checkpoint_wrapper_fn`` of ``apply_activation_checkpointing``.
+    """
+    assert not is_recomputed(module), "checked by apply_plan"
+    module.__dict__[_REGION] = region
+    module.__class__ = _recomputed_class(type(module))
+    return module
+
+
+def keep_module(module: nn.Module) -> None:
+    """Undoes :func:`recompute_module`."""
+    del module.__dict__[_REGION]
+    module.__class__ = own_class(module)
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    return isinstance(module, Recomputed)
