@@ -14,7 +14,7 @@ import torch
 
 from tests.ranks import RankGroups
 
-pytest_plugins = ("tests.verification",)
+pytest_plugins = ("pytester", "tests.verification")
 
 torch.set_num_threads(1)
 

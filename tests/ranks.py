@@ -111,8 +111,8 @@ class RankGroup:
     def run(self, fn: Callable[..., T], *args: Any, timeout_s: float = 120.0) -> list[T]:
         """Runs ``fn(rank, world_size, *args)`` on every rank and returns the results in rank order.
 
-        ``fn`` must be a module-level function; arguments and results travel by pickle. A run starts with
-        every rank's generators seeded with 0; after it environment, directory and signal handlers are put back.
+        ``fn`` must be a module-level function; arguments and results travel by pickle. Every run starts
+        with the same seed; what it changes of environment, directory and signal handlers is put back.
 
         Raises:
             RankError: a rank raised, ended, or was not done after ``timeout_s`` seconds; the group is gone.
