@@ -1,0 +1,269 @@
+"""What an engine is, and what the data-parallel ones share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dist_ckpt.blocks import find_blocks
+from dist_ckpt.engines.optim import (
+    OptimizerOptions,
+    build_optimizer,
+    is_finite,
+    learning_rate,
+    set_learning_rate,
+)
+from dist_ckpt.engines.training_state import load_training_state, save_training_state
+from dist_ckpt.errors import PlanError
+from dist_ckpt.memory.meter import MemoryMeter
+from dist_ckpt.memory.owners import Owner, owners_of
+from dist_ckpt.memory.records import RankMemory
+from dist_ckpt.names import named_parameters
+from dist_ckpt.plan import Plan
+from dist_ckpt.wrap.apply import apply_plan
+
+IGNORE_INDEX = -100
+Batch = Mapping[str, Tensor]
+"""``input_ids`` and ``labels``, each (batch, seq) int64; label −100 has no target."""
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is not finite. Raised on every rank alike."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One whole update, the same on every rank."""
+
+    loss: float
+    """Mean over the update's tokens, in nats."""
+    grad_norm: float
+    """Before clipping."""
+    tokens: int
+    """Targets in the update, over micro-batches and ranks."""
+    lr: float
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What every engine needs to know about the training."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """``bf16`` computes in bfloat16 and keeps weights, moments and gradient reduction in fp32."""
+    clip: float | None = 1.0
+    """Largest gradient norm; ``None`` clips nothing."""
+    accum_sync: Literal["every", "boundary"] | None = None
+    """When gradients are reduced under accumulation; ``None`` is the engine's own choice."""
+    compile: bool = False
+    """Compile each block by itself."""
+    replicas: int = 1
+    """Groups of ranks that each hold the whole model, sharded inside (HSDP)."""
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+
+
+class Engine(Protocol):
+    """The contract between engines and everything above."""
+
+    model: nn.Module
+
+    def refuses(self, plan: Plan) -> list[str]:
+        """Why this engine cannot run the plan; pure, before any process group."""
+        ...
+
+    def prepare(self, model: nn.Module, plan: Plan) -> None:
+        """Applies the plan, then compiles, shards and builds the optimizer."""
+        ...
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+        """One update over this rank's micro-batches."""
+        ...
+
+    def eval_loss(self, batches: Iterable[Batch]) -> float:
+        """Mean loss per token over every rank's batches, in nats."""
+        ...
+
+    def owners(self) -> Iterable[Owner]:
+        """(category, name, local tensor) of all lasting memory."""
+        ...
+
+    def save(self, path: str, extra: dict[str, Any]) -> None:
+        """Writes the training state; all ranks call it."""
+        ...
+
+    def load(self, path: str) -> dict[str, Any]:
+        """Reads a training state and returns its ``extra``; all ranks call it."""
+        ...
+
+
+class DataParallelEngine(ABC):
+    """Engines in which every rank runs the whole model on its own rows.
+
+    Args:
+        loss_sum: (model, batch) → summed token loss, an fp32 scalar.
+        initialize: fills the parameters of a model that was built on the meta device, once it has memory.
+    """
+
+    name: ClassVar[str]
+    default_accum_sync: ClassVar[Literal["every", "boundary"]]
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        device: torch.device,
+        loss_sum: Callable[[nn.Module, Batch], Tensor],
+        initialize: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        self.options = options
+        self.device = device
+        self._loss_sum = loss_sum
+        self._initialize = initialize
+        self.model: nn.Module
+        self.optimizer: Optimizer
+        self.meter: MemoryMeter
+        self.memory: RankMemory | None = None
+        """This rank's memory at the last boundary that was asked for."""
+        self.step = 0
+
+    @abstractmethod
+    def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
+        """The sharded model on the device, its parameters initialised if it came without memory."""
+
+    @abstractmethod
+    def reduction(self, reduce: bool) -> AbstractContextManager[Any]:
+        """The context of one micro-batch whose backward does or does not reduce gradients over ranks."""
+
+    @abstractmethod
+    def clip_gradients(self, max_norm: float) -> float:
+        """Clips to a global norm and returns the norm before."""
+
+    def accumulation_cost_bytes(self) -> int:
+        """What reducing at the boundary only keeps on this rank beyond reducing each micro-batch."""
+        return 0
+
+    def refuses(self, plan: Plan) -> list[str]:
+        return [f"{self.name} has no pipeline stages"] if plan.stages else []
+
+    def prepare(self, model: nn.Module, plan: Plan) -> None:
+        problems = self.refuses(plan)
+        if problems:
+            raise PlanError("; ".join(problems))
+        blocks = plan.blocks or _blocks_if_any(model)
+        apply_plan(model, plan)
+        modules = dict(model.named_modules())
+        if self.options.compile:
+            for name in blocks:
+                modules[name].compile()
+        self.model = self.shard(model, blocks)
+        self.model.train()
+        self.optimizer = build_optimizer(named_parameters(self.model), self.options.optimizer)
+        self.meter = MemoryMeter(self.model, owners=self.owners)
+
+    def train_step(self, micro_batches: Sequence[Batch], measure: bool = False) -> StepResult:
+        """One update over this rank's micro-batches, weighted by tokens over micro-batches and ranks.
+
+        Args:
+            measure: whether to read this rank's memory at the boundary, into ``memory``.
+
+        Raises:
+            NonFiniteError: on every rank, before the weights change.
+        """
+        world = dist.get_world_size()
+        # The divisor has to be known before the first backward: dividing each micro-batch by its own tokens would
+        # give the tokens of short ones more weight.
+        tokens = int(
+            self._sum_over_ranks(sum(int((b["labels"] != IGNORE_INDEX).sum()) for b in micro_batches))
+        )
+        if tokens == 0:
+            raise NonFiniteError(f"step {self.step + 1}: no token of the update has a target")
+        every = (self.options.accum_sync or self.default_accum_sync) == "every"
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(micro_batches):
+            with self.reduction(every or number == len(micro_batches) - 1):
+                with self._autocast():
+                    loss = self._loss_sum(self.model, {k: v.to(self.device) for k, v in batch.items()})
+                self.meter.saved(loss)
+                total += loss.detach()
+                (loss * (world / tokens)).backward()  # engines average over ranks
+            del loss
+        if measure:
+            self.memory = self.meter.boundary(self.step + 1)
+        else:
+            self.meter.reset()
+        mean = self._sum_over_ranks(float(total)) / tokens
+        norm = self.clip_gradients(self.options.clip if self.options.clip is not None else float("inf"))
+        if not is_finite(mean, norm):
+            raise NonFiniteError(f"step {self.step + 1}: loss {mean}, gradient norm {norm}")
+        rate = learning_rate(self.step, self.options.optimizer)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return StepResult(mean, norm, tokens, rate)
+
+    @torch.no_grad()
+    def eval_loss(self, batches: Iterable[Batch]) -> float:
+        self.model.eval()
+        total, tokens = 0.0, 0
+        for batch in batches:
+            with self._autocast():
+                total += float(self._loss_sum(self.model, {k: v.to(self.device) for k, v in batch.items()}))
+            tokens += int((batch["labels"] != IGNORE_INDEX).sum())
+        self.model.train()
+        return self._sum_over_ranks(total) / max(self._sum_over_ranks(tokens), 1)
+
+    def owners(self) -> Iterator[Owner]:
+        return owners_of(self.model, self.optimizer)
+
+    def save(self, path: str, extra: dict[str, Any]) -> None:
+        save_training_state(path, self.model, self.optimizer, extra | {"step": self.step})
+
+    def load(self, path: str) -> dict[str, Any]:
+        extra = load_training_state(path, self.model, self.optimizer)
+        self.step = int(extra["step"])
+        return extra
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """For engines that keep fp32 weights in the model; the others cast what they gather."""
+        return nullcontext()
+
+    def _sum_over_ranks(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total)
+
+
+def materialize(
+    model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], None] | None
+) -> None:
+    """Moves a model to the device; one that is on meta gets memory there and is initialised.
+
+    ``Module.to_empty`` gives each user of a tied parameter its own copy, so ties are restored.
+    """
+    if not any(p.is_meta for p in model.parameters()):
+        model.to(device)
+        return
+    assert initialize is not None, "a model on meta needs initialize"
+    places = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None]
+    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    ties = [(m, n, first.setdefault(p, (m, n))) for m, n, p in places]
+    model.to_empty(device=device)
+    for module, name, (owner, owner_name) in ties:
+        if module is not owner or name != owner_name:
+            setattr(module, name, getattr(owner, owner_name))
+    initialize(model)
+
+
+def _blocks_if_any(model: nn.Module) -> tuple[str, ...]:
+    """Blocks to shard where no policy named them; a model without any is sharded as one."""
+    try:
+        return find_blocks(model)
+    except PlanError:
+        return ()

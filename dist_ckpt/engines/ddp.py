@@ -1,0 +1,33 @@
+"""Replicated parameters: torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_ckpt.engines.base import DataParallelEngine, materialize
+
+
+class DDPEngine(DataParallelEngine):
+    name = "ddp"
+    default_accum_sync = "boundary"
+    model: DistributedDataParallel
+
+    def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
+        materialize(model, self.device, self._initialize)
+        # With gradients as views of the buckets these are no second copy, and every byte has an owner.
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def reduction(self, reduce: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if reduce else self.model.no_sync()
+
+    def clip_gradients(self, max_norm: float) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16")

@@ -1,0 +1,112 @@
+"""The always-on measurement of a rank's memory, for any training loop.
+
+::
+
+    meter = MemoryMeter(model, optimizer)
+    for step, batch in enumerate(batches):
+        loss = loss_fn(model, batch)
+        meter.saved(loss)                      # after forward, before backward
+        loss.backward()
+        del loss
+        memory = meter.boundary(step)          # before the optimizer step
+        optimizer.step()
+
+Nothing is added to the step itself: no operation, no collective, no synchronisation with the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dist_ckpt.memory.activations import saved_bytes
+from dist_ckpt.memory.ledger import ledger
+from dist_ckpt.memory.owners import Owner, owners_of, resident_of
+from dist_ckpt.memory.records import MemoryReport, RankMemory
+
+
+class MemoryMeter:
+    """Measures one rank.
+
+    Args:
+        model: the model as it is trained: plain, DDP, FSDP1 or FSDP2.
+        optimizer: whose state counts as ``optimizer``.
+        owners: replaces what is found in model and optimizer, for engines that hold memory elsewhere.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        owners: Callable[[], Iterable[Owner]] | None = None,
+    ) -> None:
+        self._model = model
+        self._owners = owners or (lambda: owners_of(model, optimizer))
+        self._activations = 0
+        self.opaque: tuple[str, ...] = ()
+        """Autograd nodes met so far that may keep more than can be seen (custom Functions in C++)."""
+
+    def saved(self, *roots: Tensor) -> int:
+        """Reads what the graph of ``roots`` keeps for backward, in bytes, and remembers the step's peak.
+
+        To be called after each forward and before its backward, with the loss (or with all outputs that backward
+        starts from).
+        """
+        found = saved_bytes(roots, (tensor for _, _, tensor in resident_of(self._model)))
+        self._activations = max(self._activations, found.total)
+        self.opaque = tuple(sorted({*self.opaque, *found.opaque}))
+        return found.total
+
+    def boundary(self, step: int) -> RankMemory:
+        """This rank's memory at the boundary of a step; the peaks start anew."""
+        bytes_of = ledger(self._owners())
+        device = next((t.device for _, _, t in self._owners()), torch.device("cpu"))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        memory = RankMemory(
+            rank=rank,
+            device=str(device),
+            step=step,
+            params=bytes_of["params"],
+            grads=bytes_of["grads"],
+            optimizer=bytes_of["optimizer"],
+            other=bytes_of["other"],
+            activations=self._activations,
+            **_allocator(device),
+        )
+        self.reset()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        return memory
+
+    def reset(self) -> None:
+        """Starts a new step: forgets the peak of saved bytes."""
+        self._activations = 0
+
+
+def gather_report(memory: RankMemory) -> MemoryReport:
+    """Every rank's memory, on every rank: one collective, outside the step."""
+    if not dist.is_initialized():
+        return MemoryReport(memory.step, (memory,))
+    ranks: list[RankMemory | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, memory)
+    return MemoryReport(memory.step, tuple(r for r in ranks if r is not None))
+
+
+def _allocator(device: torch.device) -> dict[str, int]:
+    """The allocator's and driver's figures; nothing on a device that keeps none."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    free, capacity = torch.cuda.mem_get_info(device)
+    return {
+        "live": stats["allocated_bytes.all.current"],
+        "peak": stats["allocated_bytes.all.peak"],
+        "reserved": stats["reserved_bytes.all.peak"],
+        "device_used": capacity - free,
+        "capacity": capacity,
+        "alloc_retries": stats["num_alloc_retries"],
+    }

@@ -1,0 +1,93 @@
+"""What is reported of a rank's memory, and of all ranks together. All figures are bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank at one step. ``None`` where the device cannot say.
+
+    ``params grads optimizer other live unattributed`` are read at the boundary: after the last backward of the step,
+    with the loss freed and before the optimizer step.
+    """
+
+    rank: int
+    device: str
+    step: int
+    params: int
+    grads: int
+    optimizer: int
+    """Moments and fp32 master weights."""
+    other: int
+    """Buffers, communication buckets, unsharded copies."""
+    activations: int
+    """The step's peak of saved bytes: what forward left for backward, in the worst micro-batch."""
+    stage: int | None = None
+    """Pipeline stage; ``None`` without a pipeline."""
+    live: int | None = None
+    """What the allocator holds for live tensors at the boundary."""
+    peak: int | None = None
+    """The allocator's highest ``live`` since the last report."""
+    reserved: int | None = None
+    """What the allocator holds from the device at most, in use or cached."""
+    device_used: int | None = None
+    """In use on the whole device, by everyone."""
+    capacity: int | None = None
+    """Memory of the whole device."""
+    alloc_retries: int | None = None
+    """How often the allocator had to give back its cache to serve a request."""
+    at_peak: dict[str, Any] | None = None
+
+    @property
+    def unattributed(self) -> int | None:
+        """Live at the boundary, but owned by none of the categories."""
+        owned = self.params + self.grads + self.optimizer + self.other
+        return None if self.live is None else self.live - owned
+
+    @property
+    def accounted(self) -> int:
+        """Sum of the categories' maxima, activations included: an upper bound of what is known."""
+        return self.params + self.grads + self.optimizer + self.activations + self.other
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data, the derived figures included."""
+        return dataclasses.asdict(self) | {"unattributed": self.unattributed, "accounted": self.accounted}
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Every rank at one step."""
+
+    step: int
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def heaviest(self) -> RankMemory:
+        """The rank with the most memory: by the allocator's peak where there is one, else by what is accounted."""
+        return max(self.ranks, key=lambda r: r.peak if r.peak is not None else r.accounted)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "ranks": [r.to_dict() for r in self.ranks]}
+
+
+def format_bytes(count: int | None, unit: str = "auto") -> str:
+    """Bytes for people: GiB from one GiB on, else MiB, three digits after the point; ``-`` for ``None``.
+
+    Args:
+        unit: ``GiB`` or ``MiB`` to force one, for columns.
+    """
+    if count is None:
+        return "-"
+    if unit == "auto":
+        unit = byte_unit([count])
+    return f"{count / (2**30 if unit == 'GiB' else 2**20):,.3f}"
+
+
+def byte_unit(counts: Sequence[int | None]) -> str:
+    """The unit in which a column of byte counts reads best."""
+    return "GiB" if max((c for c in counts if c is not None), default=0) >= 2**30 else "MiB"
