@@ -19,19 +19,20 @@ help: ## this list
 
 venv: $(STAMP) ## the environment in .venv, with the versions of constraints.txt
 
-# A plain Debian has no ensurepip, and a pip that may only install into an environment: `pip --python` (22.3) does that.
-# Where pip is older or missing, venv must bring its own. The environment's pinned pip then does the rest.
+# A plain Debian has no ensurepip, and a pip that may only install into an environment: `pip --python` (22.3 or
+# newer) does that. Where pip is older or missing, venv must bring its own. The pinned pip then does the rest.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else \
 	  "Python 3.10 or newer is needed, not %s: make PYTHON=python3.12" % sys.version.split()[0])'
 	@test -f $@ \
 	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
-	       && $(PYTHON) -m pip --python $(BIN)/python install -c constraints.txt pip; } \
+	       && $(PYTHON) -m pip --python $(BIN)/python install -q -c constraints.txt pip; } \
 	  || $(PYTHON) -m venv --clear $(VENV) \
 	  || { echo 'Neither pip (22.3 or newer) nor ensurepip is here: apt install python3-pip' >&2; exit 1; }
 	@rm -f $@
-	$(BIN)/python -m pip install -c constraints.txt pip
-	$(BIN)/python -m pip install -c constraints.txt --build-constraint constraints.txt -e '.[train,dev]'
+	@echo 'Installing into $(VENV): a minute with a CPU build of torch, several with the CUDA build'
+	@$(BIN)/python -m pip install -q -c constraints.txt pip
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c constraints.txt --build-constraint constraints.txt -e '.[train,dev]'
 	@touch $@
 
 train: ARGS ?= +ckpt=selective
