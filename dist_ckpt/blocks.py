@@ -98,8 +98,8 @@ def _nothing_found(model: nn.Module, spec: str) -> str:
     classes = ", ".join(f"{name} ({n})" for name, n in counts.most_common(12)) or "(the model has no submodules)"
     if spec == "auto":
         return (
-            f"no blocks found in {class_name(unwrap(model))}: it has no list of repeated composite layers. Name them with "
-            f"ckpt.blocks: a class name or a glob over module names. Classes in the model: {classes}"
+            f"no blocks found in {class_name(unwrap(model))}: it has no list of repeated composite layers. "
+            f"Name them with ckpt.blocks: a class name or a glob over module names. Classes in the model: {classes}"
         )
     return (
         f"ckpt.blocks={spec!r} matches no module of {class_name(unwrap(model))}, by class or by name; "

@@ -59,9 +59,18 @@ class PlanCost:
     def __str__(self) -> str:
         share = self.saved_bytes / self.none_saved_bytes if self.none_saved_bytes else 1.0
         extra = self.recomputed_flops / self.none_flops if self.none_flops else 0.0
+        mib = {
+            name: f"{count / 2**20:.2f}"
+            for name, count in (
+                ("saved", self.saved_bytes),
+                ("none", self.none_saved_bytes),
+                ("inputs", self.input_bytes),
+                ("ops", self.cached_bytes),
+            )
+        }
         return (
-            f"saved {self.saved_bytes / 2**20:.2f} MiB a micro-batch ({share:.1%} of {self.none_saved_bytes / 2**20:.2f} "
-            f"MiB without a policy; inputs {self.input_bytes / 2**20:.2f}, op results {self.cached_bytes / 2**20:.2f}); "
+            f"saved {mib['saved']} MiB a micro-batch ({share:.1%} of {mib['none']} MiB without a policy; "
+            f"inputs {mib['inputs']}, op results {mib['ops']}); "
             f"recomputes {self.recomputed_flops:,} FLOPs (+{extra:.1%} of forward and backward)"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dist_ckpt.batch import Batch, count_targets
 from dist_ckpt.blocks import find_blocks
 from dist_ckpt.engines.optim import (
     OptimizerOptions,
@@ -29,10 +30,6 @@ from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
 from dist_ckpt.wrap.apply import apply_plan
-
-IGNORE_INDEX = -100
-Batch = Mapping[str, Tensor]
-"""``input_ids`` and ``labels``, each (batch, seq) int64; label −100 has no target."""
 
 
 class NonFiniteError(RuntimeError):
@@ -178,9 +175,7 @@ class DataParallelEngine(ABC):
         world = dist.get_world_size()
         # The divisor has to be known before the first backward: dividing each micro-batch by its own tokens would
         # give the tokens of short ones more weight.
-        tokens = int(
-            self._sum_over_ranks(sum(int((b["labels"] != IGNORE_INDEX).sum()) for b in micro_batches))
-        )
+        tokens = int(self._sum_over_ranks(sum(count_targets(b) for b in micro_batches)))
         if tokens == 0:
             raise NonFiniteError(f"step {self.step + 1}: no token of the update has a target")
         every = (self.options.accum_sync or self.default_accum_sync) == "every"
@@ -215,7 +210,7 @@ class DataParallelEngine(ABC):
         for batch in batches:
             with self._autocast():
                 total += float(self._loss_sum(self.model, {k: v.to(self.device) for k, v in batch.items()}))
-            tokens += int((batch["labels"] != IGNORE_INDEX).sum())
+            tokens += count_targets(batch)
         self.model.train()
         return self._sum_over_ranks(total) / max(self._sum_over_ranks(tokens), 1)
 
@@ -240,9 +235,7 @@ class DataParallelEngine(ABC):
         return float(total)
 
 
-def materialize(
-    model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], None] | None
-) -> None:
+def materialize(model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], None] | None) -> None:
     """Moves a model to the device; one that is on meta gets memory there and is initialised.
 
     ``Module.to_empty`` gives each user of a tied parameter its own copy, so ties are restored.

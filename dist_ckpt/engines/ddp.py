@@ -14,6 +14,8 @@ from dist_ckpt.engines.base import DataParallelEngine, materialize
 
 
 class DDPEngine(DataParallelEngine):
+    """Every rank holds the whole model; gradients are reduced once an update."""
+
     name = "ddp"
     default_accum_sync = "boundary"
     model: DistributedDataParallel

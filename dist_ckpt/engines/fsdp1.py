@@ -25,9 +25,7 @@ class FSDP1Engine(DataParallelEngine):
     def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
         materialize(model, self.device, self._initialize)
         units = {module for name, module in model.named_modules() if name in set(blocks)}
-        bf16 = MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+        bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: module in units),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from dist_ckpt.names import named_parameters
 
 
 class FSDP2Engine(DataParallelEngine):
+    """Every rank holds its rows of each parameter; a model on meta never exists whole."""
+
     name = "fsdp2"
     default_accum_sync = "every"
     model: FSDPModule  # type: ignore[assignment]
@@ -35,9 +37,7 @@ class FSDP2Engine(DataParallelEngine):
             cast_forward_inputs=False,
         )
         modules = dict(model.named_modules())
-        for (
-            name
-        ) in blocks:  # a block that recomputes is sharded as it is: the unshard hook stays outside its region
+        for name in blocks:  # a block that recomputes is sharded as it is: the unshard hook stays outside its region
             fully_shard(modules[name], mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         if on_meta:
@@ -50,9 +50,7 @@ class FSDP2Engine(DataParallelEngine):
             raise EngineError(f"engine.replicas={replicas} does not divide the {world} ranks")
         if replicas == 1:
             return init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
-        return init_device_mesh(
-            self.device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
-        )
+        return init_device_mesh(self.device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
 
     @contextmanager
     def reduction(self, reduce: bool) -> Iterator[None]:
@@ -67,4 +65,5 @@ class FSDP2Engine(DataParallelEngine):
         return float(norm)
 
     def accumulation_cost_bytes(self) -> int:
-        return 4 * sum(p.numel() for _, p in named_parameters(self.model))  # type: ignore[arg-type]
+        parameters = [p for _, p in named_parameters(self.model)]  # type: ignore[arg-type]
+        return sum(4 * int(p.numel()) for p in parameters)

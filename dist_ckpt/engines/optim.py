@@ -78,11 +78,13 @@ def learning_rate(step: int, options: OptimizerOptions) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Gives every group the same rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def is_finite(*values: float) -> bool:
+    """Whether none is infinite or NaN."""
     return all(math.isfinite(v) for v in values)
 
 

@@ -17,6 +17,7 @@ Nothing is added to the step itself: no operation, no collective, no synchronisa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ def gather_report(memory: RankMemory) -> MemoryReport:
     return MemoryReport(memory.step, tuple(r for r in ranks if r is not None))
 
 
-def _allocator(device: torch.device) -> dict[str, int]:
+def _allocator(device: torch.device) -> dict[str, Any]:
     """The allocator's and driver's figures; nothing on a device that keeps none."""
     if device.type != "cuda":
         return {}

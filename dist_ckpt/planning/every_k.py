@@ -9,4 +9,5 @@ from dist_ckpt.policy import EveryKPolicy
 
 
 def plan_every_k(model: nn.Module, blocks: tuple[str, ...], policy: EveryKPolicy) -> tuple[Region, ...]:
+    """Blocks 0, k, 2k, … recompute whole."""
     return tuple(Region((block,)) for block in blocks[:: policy.k])

@@ -9,4 +9,5 @@ from dist_ckpt.policy import FullPolicy
 
 
 def plan_full(model: nn.Module, blocks: tuple[str, ...], policy: FullPolicy) -> tuple[Region, ...]:
+    """Every block recomputes whole."""
     return tuple(Region((block,)) for block in blocks)

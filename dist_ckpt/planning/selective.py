@@ -14,6 +14,7 @@ waits for the host. ``topk`` is kept because a routing that flips in the recompu
 
 
 def plan_selective(model: nn.Module, blocks: tuple[str, ...], policy: SelectivePolicy) -> tuple[Region, ...]:
+    """Every block recomputes all but what the rules keep; raises PlanError for an unknown operation."""
     names = DEFAULT_SAVE if policy.save is None else policy.save
     for name in names:
         resolve_op(name)

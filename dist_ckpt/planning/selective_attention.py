@@ -16,6 +16,7 @@ from dist_ckpt.policy import SelectiveAttentionPolicy
 def plan_selective_attention(
     model: nn.Module, blocks: tuple[str, ...], policy: SelectiveAttentionPolicy
 ) -> tuple[Region, ...]:
+    """The chosen modules of each block recompute whole; raises PlanError for a glob that matches nothing."""
     inside = {
         f"{block}.{name}": (name, module)
         for block, within in named_modules(model)

@@ -53,8 +53,10 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
     for region in plan.all_regions():
         for name in region.modules:
             if name not in modules:
-                raise PlanError(f"the plan names {name!r}, which {class_name(unwrap(model))} does not have; "
-                                f"{choices(name, _siblings(name, modules))}")
+                raise PlanError(
+                    f"the plan names {name!r}, which {class_name(unwrap(model))} does not have; "
+                    f"{choices(name, _siblings(name, modules))}"
+                )
             _refuse_unfit(name, modules[name])
             if modules[name] in chosen:
                 raise PlanError(f"the plan names {name!r} in two regions, or it is shared under two names of the plan")
@@ -66,7 +68,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
         )
     # torch's own traversal finds the modules; what would be its wrapper changes each module in place instead.
     policy = CustomPolicy(lambda module: {"region": chosen[module]} if module in chosen else False)
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=recompute_module, auto_wrap_policy=policy)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=recompute_module, auto_wrap_policy=policy)  # type: ignore[arg-type]
     if model in chosen:  # the traversal never yields the root
         recompute_module(model, chosen[model])
 

@@ -57,7 +57,7 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuild(cls: type[nn.Module]) -> nn.Module:
-    new = _recomputed_class(cls)
+    new = _recomputed_class(cls)  # type: ignore[arg-type]
     return new.__new__(new)
 
 
@@ -77,7 +77,7 @@ def recompute_module(module: nn.Module, region: Region) -> nn.Module:
     """
     assert not is_recomputed(module), "checked by apply_plan"
     module.__dict__[_REGION] = region
-    module.__class__ = _recomputed_class(type(module))
+    module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]
     return module
 
 
@@ -88,4 +88,5 @@ def keep_module(module: nn.Module) -> None:
 
 
 def is_recomputed(module: nn.Module) -> bool:
+    """Whether a plan has made this very module recompute."""
     return isinstance(module, Recomputed)

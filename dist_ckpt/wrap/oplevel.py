@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dist_ckpt.batch import IGNORE_INDEX
 from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
 from dist_ckpt.engines.optim import OptimizerOptions
 from dist_ckpt.memory.owners import local
@@ -18,7 +19,7 @@ from dist_ckpt.names import named_parameters
 from dist_ckpt.planning import make_plan
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.models.init import init_parameters
-from dist_ckpt.trainer.models.llama import IGNORE_INDEX, Transformer
+from dist_ckpt.trainer.models.llama import Transformer
 
 SMALL = {"n_layers": 3, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48, "vocab_size": 61}
 """Sizes that no number of ranks divides evenly, so that padding is always exercised."""

@@ -7,10 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dist_ckpt.batch import IGNORE_INDEX
 from dist_ckpt.trainer.models.config import Attention, Loss, ModelConfig
-
-IGNORE_INDEX = -100
-"""Label of a position without a target."""
 
 
 def rope_tables(config: ModelConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,76 @@
+"""The console: a progress bar on a terminal, plain lines elsewhere, and the table of all ranks at the end."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format_bytes
+
+
+class Console:
+    """Speaks for the whole run.
+
+    Args:
+        total_steps: what the bar runs to.
+        quiet: says nothing, for ranks other than 0.
+    """
+
+    def __init__(self, total_steps: int, quiet: bool = False, rich: RichConsole | None = None) -> None:
+        self._console = rich or RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
+        self._total = total_steps
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def start(self, done: int) -> None:
+        """Starts the bar, where there is a terminal to draw it on."""
+        if self._console.is_terminal and not self._console.quiet:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
+            self._task = self._progress.add_task("", total=self._total, completed=done)
+            self._progress.start()
+
+    def step(self, step: int, loss: float, grad_norm: float, tokens_per_s: float, memory: MemoryReport | None) -> None:
+        """One step: a line, or the bar's text."""
+        text = f"loss {loss:.4f}  grad norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
+        if memory is not None:
+            text += f"  memory {_heaviest(memory)}"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=text)
+        else:
+            self.say(f"step {step}/{self._total}  {text}")
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def table(self, report: MemoryReport) -> None:
+        """All ranks' memory; columns that no rank can fill are left out."""
+        self._console.print(memory_table(report))
+
+
+def memory_table(report: MemoryReport) -> Table:
+    """The ranks' memory by category, in GiB or MiB as fits."""
+    columns = ("params", "grads", "optimizer", "activations", "other", "accounted", "unattributed", "peak", "reserved")
+    shown = [c for c in columns if any(getattr(r, c) is not None for r in report.ranks)]
+    unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])
+    table = Table(title=f"memory per rank at step {report.step}, {unit}", box=box.SIMPLE_HEAD, title_justify="left")
+    for column in ("rank", *shown):
+        table.add_column(column, justify="right")
+    for rank in report.ranks:
+        table.add_row(str(rank.rank), *(format_bytes(getattr(rank, c), unit) for c in shown))
+    return table
+
+
+def _heaviest(report: MemoryReport) -> str:
+    rank: RankMemory = report.heaviest
+    count = rank.peak if rank.peak is not None else rank.accounted
+    unit = byte_unit([count])
+    where = f" (rank {rank.rank})" if len(report.ranks) > 1 else ""
+    return f"{format_bytes(count, unit)} {unit}{where}"

@@ -1,0 +1,43 @@
+"""Records of a run as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """A file with one JSON object a line, each written through as it comes, so that a killed run keeps its lines.
+
+    Args:
+        path: created with its folder; lines that are there already are kept.
+        after_step: on resuming, the last step that counts: lines of later steps are dropped, for they will be
+            written again.
+    """
+
+    def __init__(self, path: Path, after_step: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_json_lines(path) if line["step"] <= after_step] if path.exists() else []
+        self._file = path.open("w", encoding="utf-8")
+        for line in kept:
+            self.write(line)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; a last line that was cut off by a kill is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
