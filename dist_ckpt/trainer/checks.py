@@ -1,4 +1,4 @@
-"""What single values cannot say: ranges, and options that have to fit together. No torch, no disk, no ranks."""
+"""What types cannot say: ranges, and options that have to fit together. Needs no torch, disk or ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check(config: Config, world_size: int) -> None:
 
     Args:
         config: what is asked for.
-        world_size: ranks that are running (1 without torchrun). A dry run is checked for ``config.world_size``.
+        world_size: ranks that are running, 1 without torchrun; a dry run is about ``config.world_size``.
 
     Raises:
         ConfigError: the first thing that does not fit.
@@ -26,15 +26,16 @@ def check(config: Config, world_size: int) -> None:
     asked = config.world_size
     if asked is not None and not config.dry_run and asked != world_size:
         raise ConfigError(
-            f"world_size={asked}: this run has {_ranks(world_size)}; start it with torchrun --nproc_per_node {asked}, "
-            "or add dry_run=true to plan for that many"
+            f"world_size={asked}: this run has {_ranks(world_size)}; torchrun --nproc_per_node {asked} "
+            "starts as many, dry_run=true plans for them"
         )
     ranks = config.ranks(world_size)
     replicas = config.engine.replicas
     if ranks % replicas:
         divisors = [n for n in range(1, min(ranks, 4096) + 1) if ranks % n == 0]
         raise ConfigError(
-            f"engine.replicas={replicas}: must divide the {_ranks(ranks)}. Valid: {', '.join(map(str, divisors))}"
+            f"engine.replicas={replicas}: must divide the {_ranks(ranks)}; "
+            f"valid: {', '.join(map(str, divisors))}"
         )
     config.resolved_grad_accum(ranks)
 
@@ -49,8 +50,8 @@ def check_values(config: Config) -> None:
     _at_least("engine.replicas", config.engine.replicas, 1)
     if config.engine.replicas > 1 and config.engine.name != "fsdp2":
         raise ConfigError(
-            f"engine.replicas={config.engine.replicas}: no option of engine {str(config.engine.name)!r}, only of "
-            "fsdp2: engine=fsdp2"
+            f"engine.replicas={config.engine.replicas}: no option of engine={config.engine.name}, only "
+            "of engine=fsdp2"
         )
     config.model.check()
     if config.train.seq_len > config.model.max_seq_len:
@@ -59,8 +60,8 @@ def check_values(config: Config) -> None:
         )
     if config.data.kind in ("stdlib", "text") and config.model.vocab_size < 256:
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size}: data={config.data.kind} has a token for each byte, which "
-            "needs 256 or more; data=synthetic takes any"
+            f"model.vocab_size={config.model.vocab_size}: data={config.data.kind} has a token for each byte, "
+            "so it must be at least 256; data=synthetic takes any"
         )
     _at_least("report.every", config.report.every, 1)
     if config.run_dir is not None and not config.run_dir.strip():
@@ -69,7 +70,7 @@ def check_values(config: Config) -> None:
         _at_least("world_size", config.world_size, 1)
     if config.train.resume == "auto" and config.run_dir is None:
         raise ConfigError(
-            "train.resume=auto: needs run_dir, the folder to look in: without it each run has a new, empty one"
+            "train.resume=auto: needs run_dir, the folder to look in; without it each run has a new one"
         )
 
 
@@ -94,8 +95,8 @@ def _check_train(train: TrainConfig) -> None:
         raise ConfigError(f"train.seed={train.seed}: must be below 2**63")
     if train.resume not in (None, "auto") and not re.fullmatch(r"step_\d+", PurePath(train.resume).name):
         raise ConfigError(
-            f"train.resume={train.resume}: is no step_N folder; {choices(train.resume, ('auto', 'null'))}, or the "
-            "path of a folder named step_N, such as outputs/mine/states/step_40"
+            f"train.resume={train.resume}: is no step_N folder; {choices(train.resume, ('auto', 'null'))}, "
+            "or the path of one, such as outputs/mine/states/step_40"
         )
 
 

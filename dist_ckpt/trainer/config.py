@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -17,7 +17,7 @@ from dist_ckpt.policy import POLICIES, NoPolicy, Policy
 from dist_ckpt.trainer.checks import check_values
 from dist_ckpt.trainer.data.config import DataConfig
 from dist_ckpt.trainer.models.config import ModelConfig
-from dist_ckpt.trainer.overrides import compose_overrides
+from dist_ckpt.trainer.overrides import compose_overrides, parse_yaml
 from dist_ckpt.trainer.typed import build, leaves
 
 
@@ -83,21 +83,24 @@ class TrainConfig:
     weight_decay: float = 0.1
     """AdamW's decoupled decay; norms and other parameters without decay are left out."""
     beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
     beta2: float = 0.95
+    """Decay of AdamW's mean of squared gradients."""
     optimizer_eps: float = 1e-8
+    """Added to the root of the latter."""
     clip: float | None = 1.0
     """Largest global gradient norm. null: no clipping."""
     seed: int = 0
     """Of initial weights, the order of the data and dropout."""
     precision: Precision = Precision.fp32
     compile: bool = False
-    """Whether blocks are compiled by ``torch.compile``."""
+    """Whether the model is compiled by ``torch.compile``."""
     save_every: int = 0
     """Updates between saved training states, and one at the end. 0: only after a SIGTERM."""
     keep: int = 2
     """Newest training states that are kept; older ones are removed."""
     resume: str | None = None
-    """``auto``: the newest complete training state of ``run_dir``, if any; or the path of a ``step_N`` folder."""
+    """``auto``: the newest complete training state of ``run_dir``, if any; or a ``step_N`` folder's path."""
     eval_every: int = 0
     """Updates between validations. 0: none."""
     eval_batches: int = 4
@@ -113,7 +116,7 @@ class EngineConfig:
     name: EngineName = EngineName.fsdp2
     """Set by the group: ``engine=ddp``."""
     replicas: int = 1
-    """fsdp2: groups of ranks that each hold the whole model, sharded inside the group (HSDP); divides the ranks."""
+    """fsdp2: groups of ranks, each with the whole model, sharded inside it (HSDP); divides the ranks."""
 
 
 @dataclass
@@ -134,10 +137,10 @@ class ReportConfig:
 
 @dataclass
 class Config:
-    """A whole run. :func:`load_config` makes one; :func:`~dist_ckpt.trainer.checks.check` knows the ranks too."""
+    """A whole run. :func:`load_config` makes one; :func:`~dist_ckpt.trainer.checks.check` knows ranks."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
-    ckpt: Policy = NoPolicy()
+    ckpt: Policy = field(default_factory=NoPolicy)
     engine: EngineConfig = field(default_factory=EngineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -151,14 +154,14 @@ class Config:
     """Ranks to plan for with ``dry_run``. In a run torchrun gives it, and another number is an error."""
 
     def ranks(self, world_size: int) -> int:
-        """Ranks that this configuration is about: those of a dry run may be more than the ``world_size`` running."""
+        """Ranks that this configuration is about; a dry run's may differ from the ``world_size`` running."""
         return self.world_size if self.dry_run and self.world_size is not None else world_size
 
     def resolved_grad_accum(self, world_size: int) -> int:
         """Micro-batches per update on each of ``world_size`` ranks.
 
         Raises:
-            ConfigError: ``global_batch`` is no whole number of micro-batches, or disagrees with ``grad_accum``.
+            ConfigError: ``global_batch`` is no whole number of micro-batches or contradicts ``grad_accum``.
         """
         train = self.train
         if train.global_batch is None:
@@ -198,8 +201,8 @@ def load_config(overrides: Sequence[str]) -> Config:
             ``engine=ddp``, ``train.lr=1e-3``. ``ckpt=NAME`` and ``+ckpt=NAME`` are the same.
 
     Raises:
-        ConfigError: an argument that cannot be read, an unknown key or group choice, a value of the wrong type or
-            out of range, options that do not fit together.
+        ConfigError: an argument that cannot be read, an unknown key or group choice, a value of the wrong
+            type or out of range, options that do not fit together.
         PlanError: an option that the chosen policy does not have.
     """
     texts = {key for key, hint in leaves(Config).items() if str in hint and not key.startswith("ckpt.")}
@@ -213,11 +216,7 @@ def config_from_yaml(text: str) -> Config:
         ConfigError: no YAML, or what :func:`load_config` refuses.
         PlanError: an option that the policy does not have.
     """
-    try:
-        data = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
-        raise ConfigError(f"no YAML of a configuration: {' '.join(str(error).split())}") from error
-    return _config_from(data)
+    return _config_from(parse_yaml(text))
 
 
 def config_yaml(config: Config) -> str:
@@ -225,30 +224,41 @@ def config_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(_plain(config))))
 
 
-def _config_from(data: Any) -> Config:
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"a configuration is a mapping of keys to values, not {data!r}")
+def _config_from(data: Mapping[str, Any]) -> Config:
     _require_mode(data.get("ckpt"))
+    # Merged by hand: OmegaConf's merge would keep the default where a value is "???".
+    merged = _merged(_plain(Config()), data)
     try:
-        merged = OmegaConf.merge(OmegaConf.create(_plain(Config())), OmegaConf.create(dict(data)))
-        resolved = OmegaConf.to_container(merged, resolve=True)
+        resolved = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"a value cannot be resolved: {str(error).splitlines()[0]}") from error
-    config = build(Config, resolved)
+        where = getattr(error, "full_key", None) or "a value"
+        raise ConfigError(f"{where}: cannot be resolved: {str(error).splitlines()[0]}") from error
+    config = build(Config, typing.cast("dict[str, Any]", resolved))
     check_values(config)
     return config
 
 
+def _merged(below: dict[str, Any], above: Mapping[Any, Any]) -> dict[str, Any]:
+    """``below`` with what ``above`` says instead; neither is changed."""
+    result = dict(below)
+    for key, value in above.items():
+        under = result.get(key)
+        both = isinstance(under, dict) and isinstance(value, Mapping)
+        result[key] = _merged(typing.cast("dict[str, Any]", under), value) if both else value
+    return result
+
+
 def _require_mode(ckpt: Any) -> None:
-    """Options without a policy are refused here: later they would meet the default policy, which the user never
-    chose and which the message should not speak of."""
+    """Refuses options without a policy: a message about the default one would name what nobody chose."""
     if not isinstance(ckpt, Mapping) or "mode" in ckpt or not ckpt:
         return
     key = next(iter(ckpt))
     owners = [mode for mode, cls in POLICIES.items() if key in {f.name for f in fields(cls)}]
     names = owners or [mode for mode in POLICIES if mode != "none"]
     whose = f"it is an option of {', '.join(owners)}: " if owners else ""
-    raise ConfigError(f"ckpt.{key}: no policy is chosen; {whose}add {' or '.join(f'+ckpt={n}' for n in names)}")
+    raise ConfigError(
+        f"ckpt.{key}: no policy is chosen; {whose}add {' or '.join(f'+ckpt={n}' for n in names)}"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,7 +32,7 @@ def group_choices(group: str) -> list[str]:
 
 
 def compose_overrides(overrides: Sequence[str], text_keys: Collection[str]) -> dict[str, Any]:
-    """What the files and the arguments give together; keys and types are not looked at, interpolations are kept.
+    """What the files and the arguments give together; keys and types are not checked, interpolations stay.
 
     Args:
         overrides: arguments in Hydra's grammar.
@@ -41,7 +42,9 @@ def compose_overrides(overrides: Sequence[str], text_keys: Collection[str]) -> d
         ConfigError: an argument that cannot be read, an unknown group choice, a group given twice.
     """
     if not (CONFIGS / "config.yaml").is_file():
-        raise ConfigError(f"{CONFIGS}/config.yaml: not there; train from a clone of the repository (pip install -e .)")
+        raise ConfigError(
+            f"{CONFIGS}/config.yaml: not there; train from a clone of the repository (pip install -e .)"
+        )
     parser = OverridesParser.create()
     chosen: dict[str, str] = {}
     arguments: list[str] = []
@@ -52,8 +55,25 @@ def compose_overrides(overrides: Sequence[str], text_keys: Collection[str]) -> d
             if group in chosen:
                 raise ConfigError(f"{group} is given twice: {chosen[group]} and {argument}; give it once")
             chosen[group] = argument
-        arguments += _normalised(override, argument, text_keys)
+        arguments += _normalized(override, argument, text_keys)
     return _composed(arguments)
+
+
+def parse_yaml(text: str) -> dict[str, Any]:
+    """A mapping written as YAML; interpolations are kept.
+
+    Raises:
+        ConfigError: no YAML, or no mapping.
+    """
+    try:
+        data = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ConfigError(f"no YAML of a configuration: {' '.join(str(error).split())}") from error
+    if not (isinstance(data, dict) and data):
+        raise ConfigError(
+            f"no YAML of a configuration: must be a mapping of keys to values, not {data or 'empty'}"
+        )
+    return {str(key): value for key, value in data.items()}
 
 
 def _parsed(parser: OverridesParser, argument: str, text_keys: Collection[str]) -> Override:
@@ -68,13 +88,15 @@ def _parsed(parser: OverridesParser, argument: str, text_keys: Collection[str]) 
     if not equals:
         groups = [group for group in GROUPS if key in group_choices(group)]
         meant = f"did you mean {' or '.join(f'{group}={key}' for group in groups)}? " if groups else ""
-        raise ConfigError(f"{argument!r}: {meant}Options are written key=value, such as train.steps=100")
+        raise ConfigError(f"{argument!r}: {meant}options are written key=value, such as train.steps=100")
     if not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", key):
         dotted = key.replace("/", ".")
         meant = f"; did you mean {dotted}?" if "/" in key else ", such as train.steps"
         raise ConfigError(f"{argument!r}: {key!r} is no key: names joined by dots{meant}")
     if key.partition(".")[0] == "hydra":
-        raise ConfigError(f"{argument}: Hydra's own options have no effect here; run_dir names the run's folder")
+        raise ConfigError(
+            f"{argument}: Hydra's own options have no effect here; run_dir names the run's folder"
+        )
     # Quotes for the shell around quotes for Hydra.
     quoted = shlex.quote(f'{key}="' + value.replace('"', r"\"") + '"')
     try:
@@ -82,7 +104,9 @@ def _parsed(parser: OverridesParser, argument: str, text_keys: Collection[str]) 
         override.value()
     except HydraException as error:
         reason = str(error).splitlines()[0]
-        remedy = f"quote it: {quoted}" if key in text_keys else "text with , = : { } [ ] ( ) has to be in quotes"
+        remedy = (
+            f"quote it: {quoted}" if key in text_keys else "text with , = : { } [ ] ( ) has to be in quotes"
+        )
         raise ConfigError(f"{argument!r}: the value cannot be read ({reason}); {remedy}") from error
     if override.is_sweep_override():
         remedy = f"as text it is {quoted}" if key in text_keys else "a list is written [a, b]"
@@ -90,9 +114,12 @@ def _parsed(parser: OverridesParser, argument: str, text_keys: Collection[str]) 
     return override
 
 
-def _normalised(override: Override, argument: str, text_keys: Collection[str]) -> list[str]:
-    """The argument as Hydra wants it, whichever prefix it was typed with: a choice of a group that is in the
-    defaults has none, ``ckpt`` (which is not, so that there can be none) has ``+``, and a value has ``++``."""
+def _normalized(override: Override, argument: str, text_keys: Collection[str]) -> list[str]:
+    """The argument as Hydra wants it, whichever prefix it was typed with.
+
+    A choice of a group in the defaults has none; ``ckpt``, which is not there (so that there can be none), has
+    ``+``; a value has ``++``.
+    """
     key, value = override.key_or_group, override.value()
     raw = argument.partition("=")[2].strip()
     if key in GROUPS and not isinstance(value, dict):
@@ -112,7 +139,9 @@ def _check_choice(group: str, name: str) -> None:
     refusal = mesh_refusal(name) if group == "engine" else None
     if refusal:
         raise ConfigError(f"{group}={name}: {refusal}. Valid: {', '.join(valid)}")
-    raise ConfigError(f"{group}={name}: no such choice; {choices(name, valid)}{', or null' * (group == 'ckpt')}")
+    raise ConfigError(
+        f"{group}={name}: no such choice; {choices(name, valid)}{', or null' * (group == 'ckpt')}"
+    )
 
 
 def _composed(arguments: list[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _MESH = re.compile(
 
 
 def build(cls: type[T], data: Mapping[str, Any]) -> T:
-    """A ``cls``, whose fields are scalars, enums, policies or dataclasses of these; missing keys have their defaults.
+    """A ``cls``, whose fields are scalars, enums, policies or dataclasses; missing keys have their defaults.
 
     Raises:
         ConfigError: an unknown key, or a value of the wrong type; the nearest valid one is suggested.
@@ -33,8 +33,7 @@ def build(cls: type[T], data: Mapping[str, Any]) -> T:
 
 
 def leaves(cls: type, prefix: str = "") -> dict[str, tuple[Any, ...]]:
-    """Each key below a dataclass, dotted, with the types that its value may have. Those of all policies are one
-    section."""
+    """Each key below a dataclass, dotted, with the types of its value; the policies are one section."""
     found: dict[str, tuple[Any, ...]] = {}
     for name, hint in field_types(cls).items():
         key = prefix + name
@@ -73,7 +72,9 @@ def _is_policy(hint: Any) -> bool:
 def _section(cls: type[T], data: Any, where: str, known: Mapping[str, Any]) -> T:
     hints = field_types(cls)
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}={_shown(data)}: is a section, not a value; its keys: {', '.join(sorted(hints))}")
+        raise ConfigError(
+            f"{where}={_shown(data)}: is a section, not a value; its keys: {', '.join(sorted(hints))}"
+        )
     values: dict[str, Any] = {}
     for key, value in data.items():
         path = f"{where}.{key}" if where else str(key)
@@ -117,7 +118,7 @@ def _scalar(where: str, value: Any, wanted: tuple[Any, ...]) -> Any:
     if issubclass(hint, Enum):
         valid = [*hint.__members__, *["null"] * optional]
         raise ConfigError(f"{where}={_shown(value)}: {choices(str(value), valid)}")
-    name = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[hint]
+    name = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[hint]
     hint_text = " (null is written null)" if optional and str(value).lower() == "none" else ""
     raise ConfigError(f"{where}={_shown(value)}: must be {name}{' or null' * optional}{hint_text}")
 

@@ -1,0 +1,281 @@
+"""What a person reads about the configuration: ``--help`` and ``docs/config.md``.
+
+Both are made from the source: the docstring under each field and enum member, and the comment at the top of
+each file in ``configs/``. ``python -m dist_ckpt.trainer.help > docs/config.md`` writes the page anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dist_ckpt.policy import POLICIES
+from dist_ckpt.trainer.config import Config
+from dist_ckpt.trainer.overrides import CONFIGS, GROUPS, group_choices
+from dist_ckpt.trainer.typed import alternatives, field_types
+
+WIDTH = 110
+
+_USAGE = (
+    ("torchrun --nproc_per_node N launch/train.py [GROUP=NAME ...] [KEY=VALUE ...]", "N ranks"),
+    ("python launch/train.py [GROUP=NAME ...] [KEY=VALUE ...]", "one rank"),
+)
+_FLAGS = (
+    ("--help", "This text."),
+    ("--print-config", "The whole configuration as YAML; starts nothing."),
+)
+_EXAMPLES = (
+    ("torchrun --nproc_per_node 8 launch/train.py +ckpt=selective", "the default model, fsdp2"),
+    (
+        "torchrun --nproc_per_node 4 launch/train.py +ckpt=every_k ckpt.k=4 engine=ddp",
+        "an option of a policy",
+    ),
+    (
+        "python launch/train.py model=llama_7b +ckpt=full train.seq_len=4096 dry_run=true world_size=64",
+        "plan only",
+    ),
+    ("python launch/train.py data=text 'data.glob=\"corpus/**/*.txt\"' run_dir=outputs/mine", "own text"),
+    ("torchrun --nproc_per_node 2 launch/train.py run_dir=outputs/mine train.resume=auto", "go on"),
+)
+_NOTES = (
+    "``ckpt=NAME`` and ``+ckpt=NAME`` are the same; without one, or with ``ckpt=none``, nothing is "
+    "recomputed. Of a key that is given twice the last value counts. A list is written ``[a, b]``, and "
+    "``null`` means none. Text with any of ``,=:{}[]()~`` goes in quotes inside the shell's own: "
+    "``'data.glob=\"a,b.txt\"'``. A value may refer to others: ``'run_dir=outputs/${train.seed}'``."
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key as it is described."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Keys that belong together; the one without a title holds those outside any section."""
+
+    title: str
+    doc: str
+    keys: tuple[Key, ...]
+
+
+def help_text() -> str:
+    """Usage, groups with their choices, every key, and examples; at most 110 columns."""
+    usage = [f"  {command:<80}  {what}" for command, what in _USAGE]
+    lines = [
+        "Train a Llama-style decoder on real text, and see what memory each rank holds.",
+        "",
+        "Usage:",
+        *usage,
+    ]
+    lines += _table(_FLAGS)
+    lines += ["", "Groups (GROUP=NAME; files in configs/):"]
+    for group in GROUPS:
+        lines += ["", f"  {group}=NAME, default {_group_defaults()[group]}"]
+        lines += _table(
+            [(name, _plain_text(_choice_doc(group, name))) for name in group_choices(group)], indent=4
+        )
+    lines += ["", "Keys (KEY=VALUE):"]
+    for section in sections():
+        lines += ["", *_wrapped(f"{section.title}: {_plain_text(section.doc)}", 2)] if section.title else [""]
+        lines += _table(
+            [(f"{k.name}: {k.type} = {k.default}", _plain_text(k.doc)) for k in section.keys], indent=4
+        )
+    lines += ["", "How arguments are written:", *_wrapped(_plain_text(_NOTES), 2)]
+    lines += ["", "Examples:"]
+    for command, what in _EXAMPLES:
+        lines += [f"  # {what}", f"  {command}"]
+    return "\n".join(lines) + "\n"
+
+
+def config_page() -> str:
+    """``docs/config.md``: the same as :func:`help_text`, as Markdown."""
+    lines = [
+        "# Configuration",
+        "",
+        "<!-- Made from docstrings and configs/ by `python -m dist_ckpt.trainer.help > docs/config.md`. -->",
+        "",
+        *textwrap.wrap(_NOTES.replace("``", "`"), WIDTH, break_on_hyphens=False),
+        "",
+        "```sh",
+        *[f"{command}  # {what}" for command, what in _EXAMPLES],
+        "```",
+        "",
+        "Flags: "
+        + "; ".join(f"`{flag}` ({doc.rstrip('.').lower().replace('yaml', 'YAML')})" for flag, doc in _FLAGS)
+        + ".",
+        "",
+        "## Groups",
+    ]
+    for group in GROUPS:
+        rows = [(f"`{group}={name}`", _choice_doc(group, name)) for name in group_choices(group)]
+        lines += [
+            "",
+            f"### {group}",
+            "",
+            f"Default: {_group_defaults()[group]}.",
+            "",
+            *_markdown(("choice", ""), rows),
+        ]
+    lines += ["", "## Keys"]
+    for section in sections():
+        keys = [(f"`{k.name}`", k.type, f"`{k.default}`", k.doc) for k in section.keys]
+        title = [f"### {section.title}", "", section.doc] if section.title else ["### Run"]
+        lines += ["", *title, "", *_markdown(("key", "type", "default", ""), keys)]
+    return "\n".join(lines) + "\n"
+
+
+def sections() -> Iterator[Section]:
+    """Every key of a configuration, in the order of the dataclasses; those outside any section come first."""
+    hints = field_types(Config)
+    yield Section("", "", tuple(_keys(Config, "")))
+    for name, hint in hints.items():
+        if name == "ckpt":
+            yield Section(
+                name,
+                "What is recomputed. Options depend on the mode; those of another one are errors.",
+                _policy_keys(),
+            )
+        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield Section(name, _summary(hint), tuple(_keys(hint, f"{name}.")))
+
+
+def _keys(cls: type, prefix: str) -> Iterator[Key]:
+    """The keys of one dataclass that are values, not sections."""
+    docs = _docs(cls)
+    hints = field_types(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            continue
+        kinds = alternatives(hints[field.name])
+        doc = docs.get(field.name, "")
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, Enum):
+                members = _docs(kind)
+                doc = doc or _summary(kind)
+                doc += "".join(
+                    f" ``{name}``: {members[name]}" for name in kind.__members__ if name in members
+                )
+        yield Key(prefix + field.name, " | ".join(map(_type_name, kinds)), _shown(field.default), doc.strip())
+
+
+def _policy_keys() -> tuple[Key, ...]:
+    """The mode, then the options of all modes, each once and with the modes that have it."""
+    mode_key = Key("ckpt.mode", " | ".join(POLICIES), "none", "Set by the group: ``ckpt=full``.")
+    modes: dict[str, list[str]] = {}
+    found: dict[str, Key] = {}
+    for mode, policy in POLICIES.items():
+        for key in _keys(policy, "ckpt."):
+            modes.setdefault(key.name, []).append(mode)
+            found[key.name] = key
+    return (
+        mode_key,
+        *(
+            dataclasses.replace(key, doc=f"{', '.join(modes[name])}: {key.doc}")
+            for name, key in found.items()
+        ),
+    )
+
+
+def _summary(cls: type) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join(inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0].split())
+
+
+def _docs(cls: type) -> dict[str, str]:
+    """The docstring under each field or enum member, those of base classes included, on one line each."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not (dataclasses.is_dataclass(base) or issubclass(base, Enum)) or base is Enum:
+            continue
+        body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]).body
+        for statement, following in itertools.pairwise(body):
+            targets = (
+                statement.targets
+                if isinstance(statement, ast.Assign)
+                else [getattr(statement, "target", None)]
+            )
+            target = targets[0]
+            if isinstance(target, ast.Name) and isinstance(following, ast.Expr):
+                found[target.id] = " ".join(str(ast.literal_eval(following.value)).split())
+    return found
+
+
+def _type_name(kind: Any) -> str:
+    if kind is type(None):
+        return "null"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " | ".join(kind.__members__)
+    if typing.get_origin(kind) is tuple:
+        return "list of str"
+    return {int: "int", float: "float", bool: "true | false", str: "str"}[kind]
+
+
+def _shown(value: Any) -> str:
+    """A default as it is typed."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+def _group_defaults() -> dict[str, str]:
+    listed = OmegaConf.to_container(OmegaConf.load(CONFIGS / "config.yaml"))
+    assert isinstance(listed, dict)
+    chosen: dict[str, str] = {"ckpt": "none"}
+    for entry in listed["defaults"]:
+        chosen |= entry if isinstance(entry, dict) else {}
+    return chosen
+
+
+def _choice_doc(group: str, name: str) -> str:
+    """The comment at the top of a group's file."""
+    lines = (CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    top = lines[: next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))]
+    return " ".join(line.lstrip("# ") for line in top)
+
+
+def _table(rows: typing.Sequence[tuple[str, str]], indent: int = 2) -> list[str]:
+    """Two columns; what does not fit beside the first begins below it."""
+    column = indent + 2 + min(max(len(left) for left, _ in rows), 44)
+    lines = []
+    for left, right in rows:
+        wrapped = _wrapped(right, column)
+        head = " " * indent + left
+        if len(head) + 2 <= column and wrapped:
+            head, wrapped = head.ljust(column) + wrapped[0].lstrip(), wrapped[1:]
+        lines += [head, *wrapped]
+    return lines
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    blank = " " * indent
+    return textwrap.wrap(text, WIDTH, initial_indent=blank, subsequent_indent=blank, break_on_hyphens=False)
+
+
+def _plain_text(text: str) -> str:
+    return text.replace("``", "")
+
+
+def _markdown(header: tuple[str, ...], rows: typing.Sequence[tuple[str, ...]]) -> list[str]:
+    escaped = [tuple(cell.replace("``", "`").replace("|", "\\|") for cell in row) for row in rows]
+    return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *escaped)]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(config_page())
