@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from dist_ckpt.trainer.data.config import DataConfig
 from dist_ckpt.trainer.data.corpus import build_data
-from dist_ckpt.trainer.data.rows import IGNORE_INDEX, RowDataset, micro_batch
+from dist_ckpt.trainer.data.rows import RowDataset, micro_batch
 
-__all__ = ["IGNORE_INDEX", "DataConfig", "RowDataset", "build_data", "micro_batch"]
+__all__ = ["DataConfig", "RowDataset", "build_data", "micro_batch"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dist_ckpt.batch import IGNORE_INDEX, Batch
 from dist_ckpt.errors import DataError
-
-IGNORE_INDEX = -100  # the label of a position without a target, as in torch.nn.functional.cross_entropy
 
 
 class Documents(Protocol):
@@ -95,8 +93,8 @@ class RowDataset:
         assert index >= 0
         self.require_rows()
         row = self._row_at(*divmod(index, self.num_rows))
-        ids = np.zeros(self._seq_len, dtype=np.int64)
-        labels = np.full(self._seq_len, IGNORE_INDEX, dtype=np.int64)
+        ids: np.ndarray = np.zeros(self._seq_len, dtype=np.int64)
+        labels: np.ndarray = np.full(self._seq_len, IGNORE_INDEX, dtype=np.int64)
         for at, document, start, stop in self._spans(row):
             length = int(self._documents.lengths[document])
             tokens = self._documents.read(document, start, min(stop + 1, length))
@@ -125,12 +123,12 @@ class RowDataset:
         if self._shuffle_seed is None:
             return position
         if self._order is None or self._order[0] != epoch:
-            rows = np.arange(self.num_rows, dtype=np.int64 if self.num_rows >> 32 else np.uint32)
+            rows: np.ndarray = np.arange(self.num_rows, dtype=np.int64 if self.num_rows >> 32 else np.uint32)
             self._order = (epoch, np.random.default_rng([self._shuffle_seed, epoch]).permutation(rows))
         return int(self._order[1][position])
 
 
-def micro_batch(rows: RowDataset, start: int, rank: int, micro_batch: int) -> Mapping[str, Tensor]:
+def micro_batch(rows: RowDataset, start: int, rank: int, micro_batch: int) -> Batch:
     """One rank's rows of the micro-batch that starts at global sample ``start``.
 
     Rank r takes samples ``start + r * micro_batch`` and the following, so any number of ranks together read
