@@ -15,9 +15,7 @@ from dist_ckpt.trainer.data import DataConfig, RowDataset, build_data
 from dist_ckpt.trainer.data.files import split_point
 
 
-def build(
-    seq_len: int = 8, vocab_size: int = 256, seed: int = 0, **options: Any
-) -> tuple[RowDataset, RowDataset]:
+def build(seq_len: int = 8, vocab_size: int = 256, seed: int = 0, **options: Any) -> tuple[RowDataset, RowDataset]:
     return build_data(DataConfig(**options), vocab_size=vocab_size, seq_len=seq_len, seed=seed)
 
 
@@ -40,9 +38,7 @@ def test_over_long_documents_are_dropped_and_counted(tmp_path: Path) -> None:
 
 def test_an_empty_glob_names_itself_and_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        DataError, match=rf"data.glob: 'no/\*.txt' matches nothing in {re.escape(str(tmp_path))}"
-    ):
+    with pytest.raises(DataError, match=rf"data.glob: 'no/\*.txt' matches nothing in {re.escape(str(tmp_path))}"):
         build(kind="text", glob="no/*.txt")
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=r"'folder' matches only folders, 1 of them; add '/\*\*/\*'"):
@@ -59,9 +55,7 @@ def test_an_unreadable_file_is_named_at_the_start(tmp_path: Path) -> None:
         build(kind="text", glob=f"{tmp_path}/*.txt")
 
 
-def test_a_file_without_permission_is_named_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_permission_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locked = tmp_path / "locked.txt"
     locked.write_text("text")
 

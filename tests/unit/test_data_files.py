@@ -19,9 +19,7 @@ from dist_ckpt.trainer.data import DataConfig, RowDataset, build_data
 from dist_ckpt.trainer.data.files import FileDocuments, glob_files, split_point, stdlib_files
 
 
-def build(
-    seq_len: int = 8, vocab_size: int = 256, seed: int = 0, **options: Any
-) -> tuple[RowDataset, RowDataset]:
+def build(seq_len: int = 8, vocab_size: int = 256, seed: int = 0, **options: Any) -> tuple[RowDataset, RowDataset]:
     return build_data(DataConfig(**options), vocab_size=vocab_size, seq_len=seq_len, seed=seed)
 
 

@@ -44,9 +44,7 @@ def expected_rows(documents: list[list[int]], seq_len: int, pack: bool) -> list[
     return [([token for token, _ in row], [label for _, label in row]) for row in cut]
 
 
-def rows_of(
-    documents: list[list[int]], seq_len: int, pack: bool = True, seed: int | None = None
-) -> RowDataset:
+def rows_of(documents: list[list[int]], seq_len: int, pack: bool = True, seed: int | None = None) -> RowDataset:
     return RowDataset(Lists(documents), seq_len=seq_len, pack=pack, shuffle_seed=seed, label="lists")
 
 

@@ -68,9 +68,7 @@ class DataConfig:
         if self.dtype not in (None, "uint16", "uint32"):
             raise ConfigError(f"data.dtype={self.dtype}: {choices(self.dtype, ('uint16', 'uint32'))}")
         if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(
-                f"data.validation_fraction={self.validation_fraction}: must be at least 0, below 1"
-            )
+            raise ConfigError(f"data.validation_fraction={self.validation_fraction}: must be at least 0, below 1")
         if self.validation_glob and self.validation_fraction != type(self).validation_fraction:
             raise ConfigError(
                 f"data.validation_fraction={self.validation_fraction}: has no use beside "

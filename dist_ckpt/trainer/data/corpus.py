@@ -11,9 +11,7 @@ from dist_ckpt.trainer.data.rows import Documents, RowDataset
 from dist_ckpt.trainer.data.synthetic import SyntheticDocuments
 
 
-def build_data(
-    config: DataConfig, *, vocab_size: int, seq_len: int, seed: int
-) -> tuple[RowDataset, RowDataset]:
+def build_data(config: DataConfig, *, vocab_size: int, seq_len: int, seed: int) -> tuple[RowDataset, RowDataset]:
     """Finds the documents and splits them. Of files, only a sample of token ids is read.
 
     Args:

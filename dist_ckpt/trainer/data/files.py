@@ -44,9 +44,7 @@ def stdlib_files() -> list[DocumentFile]:
         paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     files = _documents(paths, root)
     if not files:
-        raise DataError(
-            f"data=stdlib: no .py file in {root}, where this Python's library should be; use data=text"
-        )
+        raise DataError(f"data=stdlib: no .py file in {root}, where this Python's library should be; use data=text")
     return files
 
 
@@ -137,9 +135,7 @@ class FileDocuments:
         except (OSError, ValueError) as error:  # ValueError: cut to no bytes, or in the middle of a token
             raise DataError(f"data: cannot read {path}: {error}") from error
         if len(tokens) != self.lengths[document]:
-            raise DataError(
-                f"data: {path} had {self.lengths[document]} tokens at the start, now {len(tokens)}"
-            )
+            raise DataError(f"data: {path} had {self.lengths[document]} tokens at the start, now {len(tokens)}")
         return tokens
 
     def _check_sample(self) -> None:
