@@ -206,9 +206,7 @@ class RankGroup:
         while pending:
             by_object: dict[Any, int] = {members.connections[rank]: rank for rank in pending}
             by_object.update({members.processes[rank].sentinel: rank for rank in pending})
-            ready = {
-                by_object[found] for found in wait(list(by_object), max(0.0, deadline - time.monotonic()))
-            }
+            ready = {by_object[found] for found in wait(list(by_object), max(0.0, deadline - time.monotonic()))}
             if not ready:
                 break
             for rank in ready:
@@ -295,9 +293,7 @@ def _work(rank: int, world_size: int, store_port: int, connection: Connection, l
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback  # the host's own name need not resolve
     try:
-        store = dist.TCPStore(
-            "127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT_S)
-        )
+        store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT_S))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -40,12 +40,8 @@ UNKNOWN_COMMIT = "unknown"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers", "tiers of the suite")
     group.addoption("--full", action="store_true", help="run the full tier too: every matrix")
-    group.addoption(
-        "--slice", metavar="I/N", help="run the I-th of N parts of the full tier too; I counts from 0"
-    )
-    group.addoption(
-        "--record", metavar="FILE", help="keep outcomes in this JSON file; leave out what has passed"
-    )
+    group.addoption("--slice", metavar="I/N", help="run the I-th of N parts of the full tier too; I counts from 0")
+    group.addoption("--record", metavar="FILE", help="keep outcomes in this JSON file; leave out what has passed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,9 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _parse_slice(part)
     path = config.getoption("record")
     if path is not None:
-        config.pluginmanager.register(
-            Recorder(config.rootpath, config.rootpath / path), "verification-recorder"
-        )
+        config.pluginmanager.register(Recorder(config.rootpath, config.rootpath / path), "verification-recorder")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -111,17 +105,13 @@ class Recorder:
         self.commit = commit_of(root, path)
         self._root = root
         self._path = path
-        self._tests: dict[str, dict[str, Any]] = (
-            json.loads(path.read_text())["tests"] if path.exists() else {}
-        )
+        self._tests: dict[str, dict[str, Any]] = json.loads(path.read_text())["tests"] if path.exists() else {}
         self._running: dict[str, dict[str, Any]] = {}
         self._passed_before = 0
         self._written_s = time.monotonic()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_collection_modifyitems(
-        self, config: pytest.Config, items: list[pytest.Item]
-    ) -> Iterator[None]:
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
         """Forgets tests that are no more; of those that were chosen, leaves out what has passed."""
         if not any("::" in arg for arg in config.args):
             collected = {item.nodeid for item in items}
@@ -137,9 +127,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Gathers the reports of a test's set-up, call and tear-down; the last one makes its entry."""
-        entry = self._running.setdefault(
-            report.nodeid, {"outcome": "", "commit": self.commit, "seconds": 0.0}
-        )
+        entry = self._running.setdefault(report.nodeid, {"outcome": "", "commit": self.commit, "seconds": 0.0})
         entry["seconds"] = round(entry["seconds"] + report.duration, 2)
         if report.when == "call" or not report.passed:
             entry["outcome"] = _outcome(report)

@@ -64,9 +64,7 @@ def test_wrong_options_are_refused(suite: pytest.Pytester, arguments: tuple[str,
 def _commit(folder: Path, message: str) -> str:
     def git(*arguments: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-        done = subprocess.run(
-            ["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True
-        )
+        done = subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
     git("init", "-q")
@@ -138,7 +136,5 @@ def test_record_outside_a_repository_takes_nothing_for_granted(
 ) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(suite.path.parent))
     for _ in range(2):
-        suite.runpytest_inprocess(*PLUGIN, "--record", "docs/record.json").assert_outcomes(
-            passed=1, deselected=12
-        )
+        suite.runpytest_inprocess(*PLUGIN, "--record", "docs/record.json").assert_outcomes(passed=1, deselected=12)
     assert _record(suite.path)["commit"] == "unknown"
