@@ -1,9 +1,9 @@
-"""Private parts of ``torch.distributed.checkpoint`` (tested with torch 2.13): its metadata file, read without trust.
+"""Private parts of ``torch.distributed.checkpoint`` (tested with torch 2.13): metadata, read without trust.
 
-Stock DCP reads ``.metadata`` with ``pickle.load``, which runs whatever the file says. Here the pickle may name only the
-classes in :data:`METADATA_NAMES`, and for each of those it gets an inert stand-in that can hold attributes and nothing
-else. What was read is then checked field by field while DCP's own objects are built from it, so that a damaged file
-ends in one message instead of an exception from somewhere inside DCP.
+Stock DCP reads ``.metadata`` with ``pickle.load``, which runs whatever the file says. Here the pickle may
+name only the classes in :data:`METADATA_NAMES`, and for each of those it gets an inert stand-in that can hold
+attributes and nothing else. What was read is then checked field by field while DCP's own objects are built
+from it, so that a damaged file ends in one message instead of an exception from somewhere inside DCP.
 """
 
 from __future__ import annotations
@@ -54,20 +54,30 @@ METADATA_NAMES = frozenset(
 """
 
 DTYPE_NAMES = frozenset(
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint16 uint32 uint64 uint8 bool "
-    "complex64 complex128".split()
+    {
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "complex64",
+        "complex128",
+        "bool",
+    }
+    | {"int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"}
 )
 
 
 class StateWriter(FileSystemWriter):
-    """DCP's file writer, without the absolute path of the folder in the metadata: states are renamed and moved."""
+    """DCP's file writer, without the folder's absolute path in the metadata: states are renamed and moved."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)
 
 
 class StateReader(FileSystemReader):
-    """DCP's file reader for metadata that :func:`read_metadata` has read; never opens ``.metadata`` itself."""
+    """DCP's file reader, for what :func:`read_metadata` has returned; never opens ``.metadata`` itself."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -98,15 +108,11 @@ class StateReader(FileSystemReader):
         return done
 
 
-class _Sealed(type):
-    """A class whose attributes a pickle cannot set; it could otherwise, by a BUILD on the class itself."""
+class _Record:
+    """Stands in for one of DCP's classes while a pickle is read: holds constructor arguments and state.
 
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise pickle.UnpicklingError(f"sets {name} on a class")
-
-
-class _Record(metaclass=_Sealed):
-    """Stands in for one of DCP's classes while a pickle is read: holds constructor arguments and state."""
+    As it has a ``__setstate__``, a pickle that means to set attributes of the class itself ends in a TypeError.
+    """
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -126,9 +132,8 @@ def read_metadata(file: Path, shards: Iterable[str]) -> Metadata:
         StateError: names the file and what is wrong with it, for an unexpected class also that class.
         OSError: the file cannot be read.
     """
-    names = {
-        (module, name): _Sealed(name, (_Record,), {"__module__": __name__}) for module, name in METADATA_NAMES
-    }
+    # Made anew for each file, so that nothing a pickle does to them lasts.
+    names = {(module, name): type(name, (_Record,), {}) for module, name in METADATA_NAMES}
 
     class Restricted(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:

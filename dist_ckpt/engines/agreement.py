@@ -22,7 +22,7 @@ class OtherRankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What one rank's action came to; ``error`` is a message, ``mistake`` tells whether a user can mend it."""
+    """What one rank's action came to: a value, or a message and whether a user can mend it."""
 
     value: Any = None
     error: str | None = None
@@ -45,8 +45,8 @@ def together(action: Callable[[], T]) -> list[T]:
     ``action`` must not hold a collective: a rank that raised before it would leave the others waiting there.
 
     Raises:
-        StateError: the one of the lowest rank that met a :class:`StateError` or :class:`OSError`; the same on all.
-        OtherRankFailed: on the ranks that met no error, when another met any other exception (which it re-raises).
+        StateError: on every rank, that of the lowest rank that met a :class:`StateError` or :class:`OSError`.
+        OtherRankFailed: on the others, when a rank met any other exception, which it raises itself.
     """
     mine, caught = _attempt(action)
     outcomes = [mine]
@@ -54,6 +54,17 @@ def together(action: Callable[[], T]) -> list[T]:
         outcomes = [mine] * dist.get_world_size()
         dist.all_gather_object(outcomes, mine)
     return _values(outcomes, caught)
+
+
+def agreed(action: Callable[[], T]) -> T:
+    """Runs ``action`` on every rank and returns this rank's result, unsent. Every rank must call it.
+
+    Raises:
+        StateError, OtherRankFailed: as :func:`together`.
+    """
+    results: list[T] = []
+    together(lambda: results.append(action()))
+    return results[0]
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:

@@ -1,10 +1,11 @@
 """The files of a training state's folder, and how they are checked before anything of them is used.
 
-    step_20/
-      __0_0.distcp …    tensors, written by torch.distributed.checkpoint, one file a rank
-      .metadata         where each tensor lies
-      state.json        everything that is no tensor
-      manifest.json     the size and checksum of each file above; written last, so its presence means complete
+========================  ===========================================================================
+``__0_0.distcp`` …        tensors, written by torch.distributed.checkpoint, one file a rank
+``.metadata``             where each tensor lies
+``state.json``            everything that is no tensor
+``manifest.json``         size and checksum of each file above; written last: where it is, all is there
+========================  ===========================================================================
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dist_ckpt.compat.dcp import METADATA_FILE, read_metadata
-from dist_ckpt.engines.agreement import on_rank_zero, rank_and_world_size, together
+from dist_ckpt.engines.agreement import agreed, on_rank_zero, rank_and_world_size, together
 from dist_ckpt.errors import StateError
 
 RECORD_FILE = "state.json"
@@ -42,10 +43,12 @@ class StateFolder:
     """What ``state.json`` holds."""
     metadata: Metadata
     """DCP's directory of the tensors."""
+    entries: Mapping[str, TensorStorageMetadata]
+    """Shape and dtype of each tensor by its key."""
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder holds a finished training state; its files may still turn out to be damaged when opened."""
+    """Whether a folder holds a finished training state; its files may still turn out to be damaged."""
     return (folder / MANIFEST_FILE).is_file()
 
 
@@ -65,7 +68,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def seal_folder(folder: Path, record: Mapping[str, Any]) -> None:
-    """Writes what is no tensor, then the manifest. Every rank must call it, after DCP has written all tensors.
+    """Writes what is no tensor, then the manifest. Every rank must call it, once DCP has written all tensors.
 
     Args:
         record: what goes into ``state.json``; rank 0's is written.
@@ -81,7 +84,7 @@ def seal_folder(folder: Path, record: Mapping[str, Any]) -> None:
         files = {name: entry for entries in own for name, entry in entries.items()}
         files |= _sums([folder / METADATA_FILE, folder / RECORD_FILE])
         _write_json(folder / MANIFEST_FILE, {"format": FORMAT, "schema": SCHEMA, "files": files})
-        _sync_folder(folder)
+        sync_folder(folder)
 
     on_rank_zero(write)
 
@@ -105,21 +108,19 @@ def open_folder(folder: Path) -> StateFolder:
                 raise StateError(f"{folder / name}: is damaged: its content is not what was written")
         return files
 
-    files = together(check)[rank]
+    files = agreed(check)
 
-    def read() -> tuple[Mapping[str, Any], Metadata]:
+    def read() -> StateFolder:
+        record = _read_json(folder / RECORD_FILE)
+        if not _is_record(record):
+            raise StateError(f"{folder / RECORD_FILE}: is damaged: some of what every state has is not there")
         shards = [name for name in files if name.endswith(SHARD_SUFFIX)]
-        return _read_json(folder / RECORD_FILE), read_metadata(folder / METADATA_FILE, shards)
+        metadata = read_metadata(folder / METADATA_FILE, shards)
+        entries = metadata.state_dict_metadata.items()
+        tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        return StateFolder(folder, record, metadata, tensors)
 
-    # All ranks read the same two small files, so none has to be sent the tensors' directory.
-    return StateFolder(folder, *_own(read))
-
-
-def _own(action: Any) -> Any:
-    """This rank's result of an action that every rank does; kept off the wire, whatever its size."""
-    result: list[Any] = []
-    together(lambda: result.append(action()))
-    return result[0]
+    return agreed(read)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not is_complete(folder):
         kind = "is an incomplete training state" if (folder / METADATA_FILE).is_file() else "is no training state"
         raise StateError(f"{folder}: {kind}: it has no {MANIFEST_FILE}, which is written last")
-    files = _read_json(folder / MANIFEST_FILE).get("files")
+    files: Any = _read_json(folder / MANIFEST_FILE).get("files")
     good = isinstance(files, dict) and {METADATA_FILE, RECORD_FILE} <= set(files)
     if not good or not all(_is_entry(name, entry) for name, entry in files.items()):
         raise StateError(f"{folder / MANIFEST_FILE}: is damaged: its list of files cannot be right")
@@ -137,8 +138,22 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 def _is_entry(name: str, entry: Any) -> bool:
     plain = bool(name) and name not in (".", "..") and not set(name) & {"/", "\\", "\0"}
-    right = isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
-    return plain and right
+    return plain and isinstance(entry, dict) and _has(entry, {"bytes": int, "sha256": str})
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    optimizer = record.get("optimizer")
+    kinds = {"world_size": int, "tied": dict, "optimizer": dict, "extra": dict}
+    if not isinstance(optimizer, dict) or not _has(record, kinds):
+        return False
+    if not _has(optimizer, {"kind": str, "stepped": bool, "groups": list}):
+        return False
+    group = {"parameters": list, "values": dict}
+    return all(isinstance(one, dict) and _has(one, group) for one in optimizer["groups"])
+
+
+def _has(value: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
+    return all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
 
 def _check_size(file: Path, expected_bytes: int) -> None:
@@ -180,7 +195,7 @@ def _sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes the folder's entries survive a power cut, as each file's content already does."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -12,18 +12,27 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from dist_ckpt.errors import StateError
 
 
-def check_fit(folder: Path, what: str, here: Mapping[str, Any], saved: Mapping[str, TensorStorageMetadata]) -> None:
-    """Compares names, global shapes and dtypes.
+def check_fit(
+    folder: Path,
+    what: str,
+    prefix: str,
+    tensors: Mapping[str, Any],
+    entries: Mapping[str, TensorStorageMetadata],
+) -> None:
+    """Compares names, global shapes and dtypes of the tensors that are here with those of a state.
 
     Args:
         folder: the state, for the message.
         what: what the run has: "model" or "optimizer".
-        here: the run's tensors by name (plain, DTensor or ShardedTensor).
-        saved: the state's.
+        prefix: what the keys of its tensors begin with; a state's other keys are left out.
+        tensors: the run's (plain, DTensor or ShardedTensor), by key.
+        entries: the state's.
 
     Raises:
         StateError: lists a few of each kind of difference, and the numbers of layers where these differ.
     """
+    here = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+    saved = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     both = [name for name in here if name in saved]
     shapes = [
         f"{name}: state {tuple(saved[name].size)}, {what} {tuple(here[name].size())}"
@@ -66,5 +75,5 @@ def _layer_counts(here: Iterable[str], saved: Iterable[str]) -> list[tuple[str, 
             if match := re.match(r"(.*?)\.(\d+)\.", name):
                 count.setdefault(match[1], set()).add(match[2])
     ours, theirs = counts
-    return [(stem, len(ours[stem]), len(theirs[stem])) for stem in ours if len(ours[stem]) != len(theirs.get(stem, ()))
-            and stem in theirs]
+    differing = [stem for stem in ours if stem in theirs and len(ours[stem]) != len(theirs[stem])]
+    return [(stem, len(ours[stem]), len(theirs[stem])) for stem in differing]
