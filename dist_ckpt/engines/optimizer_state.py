@@ -1,7 +1,7 @@
-"""What an optimizer remembers, under the plain model's parameter names and apart from how the model is sharded.
+"""What an optimizer remembers, under the plain model's parameter names, however the model is sharded.
 
-Moments are tensors and go to torch.distributed.checkpoint; the groups' hyper-parameters are plain values and go to
-``state.json``, since DCP would pickle them.
+Moments are tensors and go to torch.distributed.checkpoint; the groups' hyper-parameters are plain values and
+go to ``state.json``, since DCP would pickle them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,9 +27,10 @@ Groups = list[list[str]]
 """The names of the parameters in each of an optimizer's groups."""
 
 IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""What a group holds that says how a step is computed, not what it computes: a state neither keeps nor changes it."""
+"""What says how a step is computed and not what it computes; a state neither keeps nor changes it."""
 
-_PREFIX = "optimizer.state"
+PREFIX = "optimizer.state."
+"""What the keys of all moments begin with."""
 
 
 def group_names(optimizer: Optimizer, stored: Mapping[int, str]) -> Groups:
@@ -45,8 +47,8 @@ def group_names(optimizer: Optimizer, stored: Mapping[int, str]) -> Groups:
         names = [stored.get(id(parameter)) for parameter in group["params"]]
         if None in names:
             raise StateError(
-                f"optimizer group {index}: parameter {names.index(None)} is not in the model; make the optimizer from "
-                "the parameters of the wrapped model (FSDP1 needs use_orig_params=True)"
+                f"optimizer group {index}: parameter {names.index(None)} is not in the model; make the "
+                "optimizer from the wrapped model's parameters (FSDP1 needs use_orig_params=True)"
             )
         groups.append([name for name in names if name is not None])
     return groups
@@ -65,7 +67,9 @@ def describe(optimizer: Optimizer, groups: Groups) -> dict[str, Any]:
     return {"kind": type(optimizer).__name__, "groups": described}
 
 
-def match_groups(optimizer: Optimizer, groups: Groups, described: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def match_groups(
+    optimizer: Optimizer, groups: Groups, described: Mapping[str, Any], where: str
+) -> list[dict[str, Any]]:
     """The saved hyper-parameters for each of the optimizer's groups, in their order.
 
     Args:
@@ -96,12 +100,12 @@ def match_groups(optimizer: Optimizer, groups: Groups, described: Mapping[str, A
 
 
 def set_hyper_parameters(optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
-    """Gives each group its saved hyper-parameters, in the type that it has now (a tensor ``lr`` stays one)."""
+    """Gives each group its saved hyper-parameters, in the type it has now (a tensor ``lr`` stays one)."""
     for group, saved in zip(optimizer.param_groups, values, strict=True):
         for key, value in saved.items():
             now = group[key]
-            if isinstance(now, Tensor):
-                now.fill_(value)
+            if isinstance(now, Tensor):  # a new one: AdamW gives all groups the same
+                group[key] = torch.full_like(now, value)
             else:
                 group[key] = tuple(value) if isinstance(now, tuple) else value
 
@@ -133,11 +137,11 @@ def named_moments(state_dict: Mapping[str, Any], canonical: Mapping[str, str]) -
 
 def moment_key(name: str, kind: str) -> str:
     """The key of one moment of a parameter, as ``optimizer.state.norm.weight.exp_avg``."""
-    return f"{_PREFIX}.{name}.{kind}"
+    return f"{PREFIX}{name}.{kind}"
 
 
 def drop_unsaved(state_dict: dict[str, Any], canonical: Mapping[str, str], saved: set[str]) -> dict[str, Any]:
-    """``state_dict`` without the parameters that have no moments in the state: they had no gradient until then."""
+    """``state_dict`` without the parameters that have no moments in the state: they never had a gradient."""
     kept = {
         name: entries
         for name, entries in state_dict["state"].items()
@@ -160,7 +164,7 @@ def forget(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """DCP takes at most one group without parameters, and mixes up its values; ours are set apart from it anyway."""
+    """DCP takes at most one group without parameters and mixes up its values, which are set apart from it."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups = [group for group in groups if group["params"]]
     try:
@@ -176,9 +180,13 @@ def _stored_name(name: str, canonical: Mapping[str, str]) -> str:
 
 def _difference(index: int, names: list[str], saved: Sequence[Mapping[str, Any]]) -> str:
     """Why no saved group has exactly these parameters, for a message."""
-    nearest = max(saved, key=lambda group: len(set(group["parameters"]) & set(names)), default={"parameters": []})
-    here, there = sorted(set(names) - set(nearest["parameters"])), sorted(set(nearest["parameters"]) - set(names))
-    parts = [f"{which} {listed(some)}" for which, some in (("only here:", here), ("only there:", there)) if some]
+    ours = set(names)
+    theirs = max((set(group["parameters"]) for group in saved), key=lambda group: len(group & ours), default=set())
+    parts = [
+        f"{where} {listed(sorted(some))}"
+        for where, some in (("only here:", ours - theirs), ("only there:", theirs - ours))
+        if some
+    ]
     return f"no optimizer group has the parameters of this run's group {index} ({'; '.join(parts)})"
 
 
