@@ -1,0 +1,157 @@
+"""Where a run keeps its training states: ``states/step_N``, whole or not at all, the last few of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from dist_ckpt.engines.agreement import on_rank_zero, rank_and_world_size, together
+from dist_ckpt.engines.state_files import is_complete, sync_folder
+from dist_ckpt.errors import ConfigError, StateError
+
+ORDER_FILE = "order.json"
+"""Holds a state's number among all that were saved here. Steps do not tell which is newest: a run resumed
+from an older state saves smaller ones later."""
+
+_STEP = re.compile(r"step_(\d+)")
+_TEMPORARY = ".tmp-"
+_REPLACED = ".old-"
+
+
+class StateStore:
+    """The training states of one run, in one folder. Rank 0 decides and acts; every rank must make each call.
+
+    A state is written under a temporary name and gets its own once it is complete; only then are older ones
+    removed. Whenever a run is killed, the newest complete state is still there.
+
+    Args:
+        directory: the folder, made by the first save.
+        keep: how many complete states stay, at least 1.
+
+    Raises:
+        ConfigError: ``keep`` is less than 1.
+    """
+
+    def __init__(self, directory: str | Path, keep: int) -> None:
+        if keep < 1:
+            raise ConfigError(f"train.keep={keep}: at least 1 training state must be kept")
+        self.directory = Path(directory)
+        self.keep = keep
+
+    def save(self, step: int, save_fn: Callable[[Path], None]) -> Path:
+        """Has ``save_fn`` write a state into the folder that it is given, and names it ``step_{step}``.
+
+        A state of the same step is replaced. What a killed run has left behind is removed first.
+
+        Raises:
+            StateError: on every rank alike; no complete state has been removed then.
+        """
+        final = self.directory / f"step_{step}"
+        temporary = self.directory / f"{_TEMPORARY}{final.name}"
+        on_rank_zero(self._make_ready)
+        try:
+            save_fn(temporary)
+        except StateError:
+            if rank_and_world_size()[0] == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
+            raise
+        together(lambda: None)  # all ranks have written
+        on_rank_zero(lambda: self._publish(temporary, final))
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest complete state, or None.
+
+        Raises:
+            StateError: the folder cannot be read.
+        """
+
+        def newest() -> Path | None:
+            self._put_back_replaced()
+            return next(reversed(self._complete()), None)
+
+        return on_rank_zero(newest)
+
+    def resolve(self, resume: str | Path | None) -> Path | None:
+        """The state that a run starts from: the newest for ``auto``, the given one for a path, none for None.
+
+        ``auto`` is None where there is no complete state yet: the run starts anew.
+
+        Raises:
+            StateError: the path is no complete state; or ``resume`` is None and there are states already,
+                which this run would end up removing.
+        """
+        if resume == "auto":
+            return self.latest()
+        return on_rank_zero(lambda: self._fresh() if resume is None else self._given(Path(resume)))
+
+    def _fresh(self) -> None:
+        if found := self._complete():
+            raise StateError(
+                f"{self.directory}: holds {_names(found)} of an earlier run. Go on from the newest with "
+                "train.resume=auto, or choose another run_dir"
+            )
+
+    def _given(self, path: Path) -> Path:
+        if is_complete(path):
+            return path
+        near = StateStore(path if path.is_dir() else path.parent, self.keep)._complete() or self._complete()
+        valid = f"complete ones: {_names(near)} in {near[0].parent}" if near else "there is none near it"
+        raise StateError(f"train.resume={path}: is no complete training state; {valid}. Valid: auto, null, a path")
+
+    def _complete(self) -> list[Path]:
+        """Complete states, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        found = [path for path in self.directory.iterdir() if _STEP.fullmatch(path.name) and is_complete(path)]
+        return sorted(found, key=lambda path: (_order(path), int(path.name.removeprefix("step_"))))
+
+    def _make_ready(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._put_back_replaced()
+        for path in self.directory.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(path)
+
+    def _put_back_replaced(self) -> None:
+        """Undoes a replacement that was cut off between its two renames."""
+        for path in list(self.directory.glob(f"{_REPLACED}step_*")):
+            current = self.directory / path.name.removeprefix(_REPLACED)
+            if current.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(current)
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        if not is_complete(temporary):
+            raise StateError(f"{temporary}: no complete training state was written")
+        number = max(map(_order, self._complete()), default=0) + 1
+        (temporary / ORDER_FILE).write_text(json.dumps({"number": number}))
+        replaced = self.directory / f"{_REPLACED}{final.name}"
+        if final.exists():
+            final.rename(replaced)
+        temporary.rename(final)
+        sync_folder(self.directory)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        for path in self._complete()[: -self.keep]:
+            # Half-removed, it must not look complete.
+            removed = path.rename(self.directory / f"{_TEMPORARY}removed-{path.name}")
+            shutil.rmtree(removed)
+
+
+def _order(path: Path) -> int:
+    """A state's number among those saved in its folder; 0 for one that was copied there without it."""
+    file = path / ORDER_FILE
+    if not file.is_file():
+        return 0
+    try:
+        return int(json.loads(file.read_bytes())["number"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise StateError(f"{file}: is damaged: {error}") from error
+
+
+def _names(states: list[Path]) -> str:
+    return ", ".join(path.name for path in states)
