@@ -34,8 +34,7 @@ def check(config: Config, world_size: int) -> None:
     if ranks % replicas:
         divisors = [n for n in range(1, min(ranks, 4096) + 1) if ranks % n == 0]
         raise ConfigError(
-            f"engine.replicas={replicas}: must divide the {_ranks(ranks)}; "
-            f"valid: {', '.join(map(str, divisors))}"
+            f"engine.replicas={replicas}: must divide the {_ranks(ranks)}; valid: {', '.join(map(str, divisors))}"
         )
     config.resolved_grad_accum(ranks)
 
@@ -50,8 +49,7 @@ def check_values(config: Config) -> None:
     _at_least("engine.replicas", config.engine.replicas, 1)
     if config.engine.replicas > 1 and config.engine.name != "fsdp2":
         raise ConfigError(
-            f"engine.replicas={config.engine.replicas}: no option of engine={config.engine.name}, only "
-            "of engine=fsdp2"
+            f"engine.replicas={config.engine.replicas}: no option of engine={config.engine.name}, only of engine=fsdp2"
         )
     config.model.check()
     if config.train.seq_len > config.model.max_seq_len:
@@ -69,9 +67,7 @@ def check_values(config: Config) -> None:
     if config.world_size is not None:
         _at_least("world_size", config.world_size, 1)
     if config.train.resume == "auto" and config.run_dir is None:
-        raise ConfigError(
-            "train.resume=auto: needs run_dir, the folder to look in; without it each run has a new one"
-        )
+        raise ConfigError("train.resume=auto: needs run_dir, the folder to look in; without it each run has a new one")
 
 
 def _check_train(train: TrainConfig) -> None:
@@ -91,8 +87,8 @@ def _check_train(train: TrainConfig) -> None:
         raise ConfigError(f"train.min_lr_ratio={train.min_lr_ratio}: must be between 0 and 1")
     if train.clip is not None and train.clip <= 0:
         raise ConfigError(f"train.clip={train.clip}: must be above 0, or null for no clipping")
-    if train.seed >= 2**63:
-        raise ConfigError(f"train.seed={train.seed}: must be below 2**63")
+    if train.seed >= 2**32:
+        raise ConfigError(f"train.seed={train.seed}: must be below 2**32")
     if train.resume not in (None, "auto") and not re.fullmatch(r"step_\d+", PurePath(train.resume).name):
         raise ConfigError(
             f"train.resume={train.resume}: is no step_N folder; {choices(train.resume, ('auto', 'null'))}, "

@@ -256,9 +256,7 @@ def _require_mode(ckpt: Any) -> None:
     owners = [mode for mode, cls in POLICIES.items() if key in {f.name for f in fields(cls)}]
     names = owners or [mode for mode in POLICIES if mode != "none"]
     whose = f"it is an option of {', '.join(owners)}: " if owners else ""
-    raise ConfigError(
-        f"ckpt.{key}: no policy is chosen; {whose}add {' or '.join(f'+ckpt={n}' for n in names)}"
-    )
+    raise ConfigError(f"ckpt.{key}: no policy is chosen; {whose}add {' or '.join(f'+ckpt={n}' for n in names)}")
 
 
 def _plain(value: Any) -> Any:

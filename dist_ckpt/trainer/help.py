@@ -88,15 +88,11 @@ def help_text() -> str:
     lines += ["", "Groups (GROUP=NAME; files in configs/):"]
     for group in GROUPS:
         lines += ["", f"  {group}=NAME, default {_group_defaults()[group]}"]
-        lines += _table(
-            [(name, _plain_text(_choice_doc(group, name))) for name in group_choices(group)], indent=4
-        )
+        lines += _table([(name, _plain_text(_choice_doc(group, name))) for name in group_choices(group)], indent=4)
     lines += ["", "Keys (KEY=VALUE):"]
     for section in sections():
         lines += ["", *_wrapped(f"{section.title}: {_plain_text(section.doc)}", 2)] if section.title else [""]
-        lines += _table(
-            [(f"{k.name}: {k.type} = {k.default}", _plain_text(k.doc)) for k in section.keys], indent=4
-        )
+        lines += _table([(f"{k.name}: {k.type} = {k.default}", _plain_text(k.doc)) for k in section.keys], indent=4)
     lines += ["", "How arguments are written:", *_wrapped(_plain_text(_NOTES), 2)]
     lines += ["", "Examples:"]
     for command, what in _EXAMPLES:
@@ -169,9 +165,7 @@ def _keys(cls: type, prefix: str) -> Iterator[Key]:
             if isinstance(kind, type) and issubclass(kind, Enum):
                 members = _docs(kind)
                 doc = doc or _summary(kind)
-                doc += "".join(
-                    f" ``{name}``: {members[name]}" for name in kind.__members__ if name in members
-                )
+                doc += "".join(f" ``{name}``: {members[name]}" for name in kind.__members__ if name in members)
         yield Key(prefix + field.name, " | ".join(map(_type_name, kinds)), _shown(field.default), doc.strip())
 
 
@@ -186,10 +180,7 @@ def _policy_keys() -> tuple[Key, ...]:
             found[key.name] = key
     return (
         mode_key,
-        *(
-            dataclasses.replace(key, doc=f"{', '.join(modes[name])}: {key.doc}")
-            for name, key in found.items()
-        ),
+        *(dataclasses.replace(key, doc=f"{', '.join(modes[name])}: {key.doc}") for name, key in found.items()),
     )
 
 
@@ -206,11 +197,7 @@ def _docs(cls: type) -> dict[str, str]:
             continue
         body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]).body
         for statement, following in itertools.pairwise(body):
-            targets = (
-                statement.targets
-                if isinstance(statement, ast.Assign)
-                else [getattr(statement, "target", None)]
-            )
+            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
             target = targets[0]
             if isinstance(target, ast.Name) and isinstance(following, ast.Expr):
                 found[target.id] = " ".join(str(ast.literal_eval(following.value)).split())

@@ -42,9 +42,7 @@ def compose_overrides(overrides: Sequence[str], text_keys: Collection[str]) -> d
         ConfigError: an argument that cannot be read, an unknown group choice, a group given twice.
     """
     if not (CONFIGS / "config.yaml").is_file():
-        raise ConfigError(
-            f"{CONFIGS}/config.yaml: not there; train from a clone of the repository (pip install -e .)"
-        )
+        raise ConfigError(f"{CONFIGS}/config.yaml: not there; train from a clone of the repository (pip install -e .)")
     parser = OverridesParser.create()
     chosen: dict[str, str] = {}
     arguments: list[str] = []
@@ -70,9 +68,7 @@ def parse_yaml(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         raise ConfigError(f"no YAML of a configuration: {' '.join(str(error).split())}") from error
     if not (isinstance(data, dict) and data):
-        raise ConfigError(
-            f"no YAML of a configuration: must be a mapping of keys to values, not {data or 'empty'}"
-        )
+        raise ConfigError(f"no YAML of a configuration: must be a mapping of keys to values, not {data or 'empty'}")
     return {str(key): value for key, value in data.items()}
 
 
@@ -94,9 +90,7 @@ def _parsed(parser: OverridesParser, argument: str, text_keys: Collection[str]) 
         meant = f"; did you mean {dotted}?" if "/" in key else ", such as train.steps"
         raise ConfigError(f"{argument!r}: {key!r} is no key: names joined by dots{meant}")
     if key.partition(".")[0] == "hydra":
-        raise ConfigError(
-            f"{argument}: Hydra's own options have no effect here; run_dir names the run's folder"
-        )
+        raise ConfigError(f"{argument}: Hydra's own options have no effect here; run_dir names the run's folder")
     # Quotes for the shell around quotes for Hydra.
     quoted = shlex.quote(f'{key}="' + value.replace('"', r"\"") + '"')
     try:
@@ -104,9 +98,7 @@ def _parsed(parser: OverridesParser, argument: str, text_keys: Collection[str]) 
         override.value()
     except HydraException as error:
         reason = str(error).splitlines()[0]
-        remedy = (
-            f"quote it: {quoted}" if key in text_keys else "text with , = : { } [ ] ( ) has to be in quotes"
-        )
+        remedy = f"quote it: {quoted}" if key in text_keys else "text with , = : { } [ ] ( ) has to be in quotes"
         raise ConfigError(f"{argument!r}: the value cannot be read ({reason}); {remedy}") from error
     if override.is_sweep_override():
         remedy = f"as text it is {quoted}" if key in text_keys else "a list is written [a, b]"
@@ -139,9 +131,7 @@ def _check_choice(group: str, name: str) -> None:
     refusal = mesh_refusal(name) if group == "engine" else None
     if refusal:
         raise ConfigError(f"{group}={name}: {refusal}. Valid: {', '.join(valid)}")
-    raise ConfigError(
-        f"{group}={name}: no such choice; {choices(name, valid)}{', or null' * (group == 'ckpt')}"
-    )
+    raise ConfigError(f"{group}={name}: no such choice; {choices(name, valid)}{', or null' * (group == 'ckpt')}")
 
 
 def _composed(arguments: list[str]) -> dict[str, Any]:

@@ -72,9 +72,7 @@ def _is_policy(hint: Any) -> bool:
 def _section(cls: type[T], data: Any, where: str, known: Mapping[str, Any]) -> T:
     hints = field_types(cls)
     if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"{where}={_shown(data)}: is a section, not a value; its keys: {', '.join(sorted(hints))}"
-        )
+        raise ConfigError(f"{where}={_shown(data)}: is a section, not a value; its keys: {', '.join(sorted(hints))}")
     values: dict[str, Any] = {}
     for key, value in data.items():
         path = f"{where}.{key}" if where else str(key)
