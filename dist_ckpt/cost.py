@@ -51,6 +51,8 @@ class PlanCost:
     """Saved bytes without a policy."""
     none_flops: int
     """FLOPs without a policy."""
+    opaque: tuple[str, ...] = ()
+    """Graph nodes that may keep more than ``saved_bytes`` says; see :class:`SavedBytes`."""
 
     @property
     def recomputed_flops(self) -> int:
@@ -72,6 +74,7 @@ class PlanCost:
             f"saved {mib['saved']} MiB a micro-batch ({share:.1%} of {mib['none']} MiB without a policy; "
             f"inputs {mib['inputs']}, op results {mib['ops']}); "
             f"recomputes {self.recomputed_flops:,} FLOPs (+{extra:.1%} of forward and backward)"
+            + (f"; may keep more in {', '.join(self.opaque)}" if self.opaque else "")
         )
 
 
@@ -93,7 +96,7 @@ def plan_cost(model: nn.Module, plan: Plan, batch: Batch, loss_fn: LossFn | None
     without = _measure(model, Plan(), batch, loss_fn) if plan.regions else with_plan
     saved, flops = with_plan
     none_saved, none_flops = without
-    return PlanCost(saved.total, saved.inputs, saved.cached, flops, none_saved.total, none_flops)
+    return PlanCost(saved.total, saved.inputs, saved.cached, flops, none_saved.total, none_flops, saved.opaque)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -39,8 +39,13 @@ def saved_tensors(node: Any, attributes: dict[type, tuple[str, ...]]) -> Iterato
 
 
 def is_opaque(node: Any) -> bool:
-    """Whether a node may keep tensors that Python cannot see: custom Functions written in C++."""
-    return "CppNode" in node.name()
+    """Whether a node may keep tensors that Python cannot see.
+
+    These are custom Functions written in C++, and ``CopySlices``, which stands for an in-place operation on a view
+    and hides that operation's own node.
+    """
+    name = node.name()
+    return name.endswith("CopySlices") or "CppNode" in name
 
 
 def frame_of(handle: Any) -> Any | None:

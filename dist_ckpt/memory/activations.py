@@ -28,7 +28,8 @@ class SavedBytes:
     cached: int
     """Of the total: results in op-level caches, where nothing else keeps them."""
     opaque: tuple[str, ...] = ()
-    """Names of graph nodes that may keep tensors which Python cannot see (custom Functions in C++)."""
+    """Graph nodes that may keep more, out of Python's sight: in-place operations on views outside of recomputed
+    regions (``CopySlices``), and custom Functions in C++."""
 
 
 def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor]) -> SavedBytes:
@@ -66,7 +67,7 @@ class _Walk:
             for handle in private.saved_tensors(node, self._attributes):
                 self._keep(handle, frames)
             if private.is_opaque(node):
-                self.opaque.add(node.name())
+                self.opaque.add(node.name().removeprefix("torch::autograd::"))
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)

@@ -49,7 +49,7 @@ class MemoryMeter:
         self._owners = owners or (lambda: owners_of(model, optimizer))
         self._activations = 0
         self.opaque: tuple[str, ...] = ()
-        """Autograd nodes met so far that may keep more than can be seen (custom Functions in C++)."""
+        """Autograd nodes met so far that may keep more than ``activations`` says; see :class:`SavedBytes`."""
 
     def saved(self, *roots: Tensor) -> int:
         """Reads what the graph of ``roots`` keeps for backward, in bytes, and remembers the step's peak.

@@ -41,6 +41,7 @@ class Job:
     ragged: bool = False
     """Whether documents end early, so that micro-batches and ranks have unlike numbers of targets."""
     on_meta: bool = False
+    lr: float = 1e-2
 
 
 @dataclass
@@ -80,7 +81,7 @@ def build_engine(job: Job) -> DataParallelEngine:
             module.init_buffers()
         init_parameters(module, seed=3, n_layers=config.n_layers)
 
-    options = TrainingOptions(optimizer=OptimizerOptions(lr=1e-2, warmup_steps=0), **job.options)
+    options = TrainingOptions(**({"optimizer": OptimizerOptions(lr=job.lr, warmup_steps=0)} | job.options))
     engine = ENGINES[job.engine](
         options, torch.device("cpu"), lambda model, batch: model(**batch), initialize=initialize
     )

@@ -1,0 +1,116 @@
+"""Accumulated gradients over micro-batches and ranks are those of one process that sees the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from dist_ckpt.engines import DataParallelEngine
+from dist_ckpt.names import named_parameters
+from dist_ckpt.trainer.models.config import ModelConfig
+from dist_ckpt.trainer.models.init import init_parameters
+from dist_ckpt.trainer.models.llama import Transformer
+from tests.distributed.training import SMALL, Job, build_engine, rows_of
+from tests.ranks import RankGroups
+
+LR = 0.5
+TOLERANCE = 1e-6
+"""Relative, per tensor: fp32 sums in another order."""
+
+
+def whole(engine: DataParallelEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Unsharded weights and gradients, on every rank."""
+    model = engine.model
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return _copies(model)
+    return _copies(model)
+
+
+def _copies(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def full(tensor: Any) -> Tensor:
+        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+    named = list(named_parameters(model))
+    return {n: full(p) for n, p in named}, {n: full(p.grad) for n, p in named}
+
+
+def sgd_step(rank: int, world: int, job: Job) -> tuple[float, int, dict[str, Tensor], dict[str, Tensor]]:
+    """One update with plain SGD: loss, tokens, whole gradients before and whole weights after."""
+    engine = build_engine(job)
+    engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=job.lr)
+    grads: dict[str, Tensor] = {}
+    clip = engine.clip_gradients
+
+    def snapshot(max_norm: float) -> float:
+        grads.update(whole(engine)[1])
+        return clip(max_norm)
+
+    engine.clip_gradients = snapshot  # type: ignore[method-assign]
+    engine.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    batches = [rows_of(job, 0, m, rank, world, SMALL["vocab_size"]) for m in range(job.accumulation)]
+    result = engine.train_step(batches)
+    return result.loss, result.tokens, grads, whole(engine)[0]
+
+
+def one_process(job: Job, world: int, lr: float) -> tuple[float, int, dict[str, Tensor], dict[str, Tensor]]:
+    """The same update on the whole batch at once, without any engine."""
+    config = ModelConfig(**(SMALL | job.model))
+    model = Transformer(config)
+    init_parameters(model, seed=3, n_layers=config.n_layers)
+    parts = [rows_of(job, 0, m, r, world, SMALL["vocab_size"]) for m in range(job.accumulation) for r in range(world)]
+    batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    tokens = int((batch["labels"] != -100).sum())
+    loss = model(**batch) / tokens
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    weights = {n: p.detach() - lr * grads[n] for n, p in model.named_parameters()}
+    return float(loss.detach()), tokens, grads, weights
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+JOBS = {
+    "ddp": Job("ddp"),
+    "ddp-every": Job("ddp", options={"accum_sync": "every"}),
+    "fsdp1": Job("fsdp1"),
+    "fsdp1-boundary": Job("fsdp1", options={"accum_sync": "boundary"}),
+    "fsdp2": Job("fsdp2"),
+    "fsdp2-boundary": Job("fsdp2", options={"accum_sync": "boundary"}, policy="selective"),
+    "fsdp2-meta-tied": Job("fsdp2", on_meta=True, model={"tied": True}, policy="full"),
+    "hsdp": Job("fsdp2", options={"replicas": 2}, policy="selective"),
+}
+
+
+@pytest.mark.parametrize(("name", "world"), [*((n, 2) for n in JOBS if n != "hsdp"), ("fsdp1", 1), ("hsdp", 4)])
+def test_ragged_micro_batches_count_by_tokens(ranks: RankGroups, name: str, world: int) -> None:
+    job = JOBS[name]
+    job = Job(**{**vars(job), "ragged": True, "lr": LR, "options": job.options | {"clip": None}})
+    loss, tokens, grads, weights = one_process(job, world, LR)
+    for found_loss, found_tokens, found_grads, found_weights in ranks(world).run(sgd_step, job):
+        assert found_tokens == tokens < world * job.accumulation * job.rows * job.seq
+        assert found_loss == pytest.approx(loss, rel=TOLERANCE)
+        assert found_grads.keys() == grads.keys()
+        for parameter, expected in grads.items():
+            assert distance(found_grads[parameter], expected) < TOLERANCE, parameter
+            assert distance(found_weights[parameter], weights[parameter]) < TOLERANCE, parameter
+
+
+def test_the_usual_mean_of_means_would_be_caught() -> None:
+    """The check above has teeth: averaging each micro-batch's own mean is far off."""
+    job = Job("ddp", ragged=True)
+    _, _, grads, _ = one_process(job, 2, LR)
+    model = Transformer(ModelConfig(**SMALL))
+    init_parameters(model, seed=3, n_layers=SMALL["n_layers"])
+    for m in range(job.accumulation):
+        for r in range(2):
+            batch = rows_of(job, 0, m, r, 2, SMALL["vocab_size"])
+            (model(**batch) / (batch["labels"] != -100).sum() / (2 * job.accumulation)).backward()
+    worst = max(distance(p.grad, grads[n]) for n, p in model.named_parameters() if p.grad is not None)
+    assert worst > 1000 * TOLERANCE

@@ -1,0 +1,268 @@
+"""Applying a plan: the same results, names, hooks and copies as without, and nothing paid where nothing is saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from dist_ckpt.errors import PlanError
+from dist_ckpt.flops import count_flops
+from dist_ckpt.memory.activations import saved_bytes
+from dist_ckpt.names import named_parameters
+from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
+from dist_ckpt.wrap.apply import apply, apply_plan, remove_plan
+from dist_ckpt.wrap.module import own_class
+from tests.unit.toys import Block, Residual, Stack
+
+POLICIES: list[Any] = ["full", {"mode": "every_k", "k": 2}, "selective", "selective_attention"]
+X = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
+
+
+def stack(policy: Any = "none", p: float = 0.5) -> Stack:
+    torch.manual_seed(0)
+    model = Stack(3, p=p)
+    apply(model, policy)
+    return model
+
+
+def gradients(model: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return {n: p.grad.clone() for n, p in named_parameters(model) if p.grad is not None}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_those_without_a_policy(policy: Any) -> None:
+    expected = gradients(stack())
+    model = stack(policy)
+    assert_equal(gradients(model), expected)
+    assert_equal(gradients(model), expected)  # no state is left from the first step
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_names_keys_and_classes_are_those_without_a_policy(policy: Any) -> None:
+    plain, model = stack(), stack(policy)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert all(isinstance(b, Block) and type(b).__name__ == "Block" for b in model.blocks)
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_copies_are_independent_and_still_recompute(policy: Any) -> None:
+    model = stack(policy)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+    expected, bytes_kept = gradients(model), kept(model)
+    for twin in copies:
+        assert_equal(gradients(twin), expected)
+        assert kept(twin) == bytes_kept < kept(stack())
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.fill_(7.0)
+    assert_equal(gradients(model), expected)
+
+
+def kept(model: nn.Module) -> int:
+    return saved_bytes([model(X).sum()], model.parameters()).total
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_paid_in_eval_or_without_gradients(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stack(policy, p=0.0)
+    monkeypatch.setattr(torch, "get_rng_state", None)  # what a checkpoint would call first
+    with torch.no_grad():
+        model(X)
+    model.eval()
+    loss = model(X).sum()
+    recomputing = count_flops(loss.backward)
+    plain_loss = stack(p=0.0).eval()(X).sum()
+    assert recomputing == count_flops(plain_loss.backward)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_hooks_of_a_block_fire_once(policy: str) -> None:
+    model, calls = stack(policy), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: calls.append("pre"))
+        block.register_forward_hook(lambda *_: calls.append("post"))
+        block.register_full_backward_hook(lambda *_: calls.append("backward"))
+    model(X).sum().backward()
+    assert sorted(calls) == ["backward"] * 3 + ["post"] * 3 + ["pre"] * 3
+
+
+def test_a_region_may_be_the_root_a_shared_module_or_called_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Block()
+            self.again = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.again(self.first(x).tanh())
+
+    torch.manual_seed(0)
+    plain = Twice()
+    shared, root = copy.deepcopy(plain), copy.deepcopy(plain)
+    apply_plan(shared, Plan(regions=(Region(("first",)),)))
+    apply_plan(root, Plan(regions=(Region(("",)),)))
+    x = torch.randn(2, 3, 8)
+    expected = gradients(plain, x)
+    assert_equal(gradients(shared, x), expected)
+    assert_equal(gradients(root, x), expected)
+    assert saved_bytes([root(x).sum()], root.parameters()).total == x.nbytes
+
+
+def test_nested_regions_recompute_in_turn() -> None:
+    regions = tuple(Region((f"blocks.{i}",), inner=(Region((f"blocks.{i}.mlp",)),)) for i in range(3))
+    model, flat = stack(), stack("full")
+    expected = gradients(model)
+    apply_plan(model, Plan(regions=regions))
+    assert_equal(gradients(model), expected)
+    assert kept(model) == kept(flat)
+
+
+def test_removing_a_plan_leaves_the_plain_model() -> None:
+    model = stack("selective")
+    remove_plan(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in stack().modules()]
+    assert kept(model) == kept(stack())
+    apply(model, "full")
+    assert own_class(model.blocks[0]) is Block
+
+
+def test_a_printed_model_shows_its_regions() -> None:
+    assert "recomputed: save addmm" in repr(stack({"mode": "selective", "save": ["addmm"]}))
+    assert "recomputed\n" in repr(stack("full")) and "recomputed" not in repr(stack())
+
+
+def test_a_second_application_is_an_error() -> None:
+    model = stack("full")
+    for again in ("full", "none", "selective_attention"):
+        with pytest.raises(PlanError, match="already applied"):
+            apply(model, again)
+
+
+def test_other_checkpointing_is_an_error() -> None:
+    wrapped = stack()
+    wrapped.blocks[1] = checkpoint_wrapper(wrapped.blocks[1])
+    with pytest.raises(PlanError, match="a Block is already in a torch CheckpointWrapper"):
+        apply(wrapped, "full")
+    own = stack()
+    own.blocks[0].gradient_checkpointing = True
+    with pytest.raises(PlanError, match="its own gradient_checkpointing"):
+        apply(own, "full")
+
+
+def test_what_cannot_be_recomputed_is_an_error() -> None:
+    patched = stack()
+    patched.blocks[2].forward = patched.blocks[2].forward
+    with pytest.raises(PlanError, match=r"'blocks.2' had its forward replaced"):
+        apply(patched, "full")
+    compiled = stack()
+    compiled.blocks[0].compile()
+    with pytest.raises(PlanError, match="already compiled"):
+        apply(compiled, "full")
+    with pytest.raises(PlanError, match="a ModuleList, which has no forward"):
+        apply(stack(), {"mode": "full", "blocks": "blocks"})
+    with pytest.raises(PlanError, match=r"names 'blocks.7'.*did you mean 'blocks"):
+        apply_plan(stack(), Plan(regions=(Region(("blocks.7",)),)))
+    with pytest.raises(PlanError, match="two regions"):
+        apply_plan(stack(), Plan(regions=(Region(("blocks.0",)), Region(("blocks.0",)))))
+
+
+def test_an_error_in_a_plan_leaves_the_model_as_it_was() -> None:
+    model = stack()
+    with pytest.raises(PlanError):
+        apply_plan(model, Plan(regions=(Region(("blocks.0",)), Region(("nothing",)))))
+    assert type(model.blocks[0]) is Block
+
+
+def test_an_op_rule_that_matches_no_call_stops_the_first_forward() -> None:
+    model = stack({"mode": "selective", "save": ["attention"]})
+    with pytest.raises(PlanError, match=r"matched no call in the forward of blocks.0: attention.*aten\.(addmm|bmm)"):
+        model(X)
+
+
+def test_default_rules_that_match_nothing_at_all_stop_the_first_forward() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Tanh()) for _ in range(2)))
+    apply(model, "selective")
+    with pytest.raises(PlanError, match="matched no call"):
+        model(X)
+
+
+def test_convolutions_are_kept_by_default() -> None:
+    model = nn.Sequential(Residual(4), Residual(4))
+    x = torch.randn(2, 4, 6, 6, requires_grad=True)
+    plain = count_flops(lambda: model(x).sum().backward())
+    apply(model, "selective")
+    assert count_flops(lambda: model(x).sum().backward()) == plain
+
+
+def test_decisions_are_counted_anew_in_every_block_and_forward() -> None:
+    """Blocks with an odd number of matrix products keep alike, in each forward."""
+    model = stack("selective")
+    per_block = [saved_bytes([block(torch.randn(2, 5, 8)).sum()], model.parameters()).cached for block in model.blocks]
+    again = [saved_bytes([block(torch.randn(2, 5, 8)).sum()], model.parameters()).cached for block in model.blocks]
+    assert len(set(per_block + again)) == 1 and per_block[0] > 0
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    all_kept = SaveRule((OpRule("save", "matmul"),))
+    no_bmm = SaveRule((OpRule("recompute", "bmm"), OpRule("save", "matmul")))
+    cached = {}
+    for name, rule in (("all", all_kept), ("no_bmm", no_bmm)):
+        model = stack()
+        apply_plan(model, Plan(regions=tuple(Region((f"blocks.{i}",), rule) for i in range(3))))
+        assert_equal(gradients(model), gradients(stack()))
+        cached[name] = saved_bytes([model(X).sum()], model.parameters()).cached
+    scores, mixed = 2 * 5 * 5 * 4, 2 * 5 * 8 * 4
+    assert cached["all"] - cached["no_bmm"] == 3 * (scores + mixed)
+
+
+def test_a_kept_result_that_is_edited_in_place_raises() -> None:
+    class Edits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).mul_(2).tanh().exp()
+
+    model = nn.Sequential(nn.Sequential(Edits()), nn.Sequential(Edits()))
+    apply(model, {"mode": "selective", "save": ["mm"]})
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        model(torch.randn(3, 4)).sum().backward()
+
+
+def test_a_second_backward_through_kept_results_raises_and_through_full_regions_works() -> None:
+    model = stack("full")
+    expected = gradients(stack())
+    torch.manual_seed(7)
+    model.zero_grad()
+    loss = model(X).square().sum()
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    assert_equal({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+    kept_loss = stack("selective")(X).sum()
+    kept_loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        kept_loss.backward()
