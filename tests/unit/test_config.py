@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from dist_ckpt.trainer.config import (
     load_config,
 )
 from dist_ckpt.trainer.models.config import Attention, ModelConfig
-from dist_ckpt.trainer.overrides import GROUPS, group_choices
+from dist_ckpt.trainer.overrides import CONFIGS, GROUPS, group_choices
 
 
 def test_nothing_given_is_every_default() -> None:
@@ -237,3 +239,11 @@ def test_a_program_that_uses_hydra_itself_finds_its_own_again(tmp_path: Path) ->
         assert compose("mine").x == 1
     assert not GlobalHydra.instance().is_initialized()
     assert load_config(["+ckpt=full"]).ckpt == FullPolicy()
+
+
+def test_mistakes_are_found_before_torch_is_imported() -> None:
+    script = (
+        "import sys, dist_ckpt.trainer.checks, dist_ckpt.trainer.config, dist_ckpt.trainer.help;"
+        "dist_ckpt.trainer.config.load_config(['+ckpt=full', 'data=synthetic']); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=CONFIGS.parent, check=True)
