@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-from dist_ckpt.errors import ConfigError, DataError
+from dist_ckpt.errors import ConfigError
 from dist_ckpt.trainer.data.config import DataConfig
-from dist_ckpt.trainer.data.files import DocumentFile, FileDocuments, glob_files, split_point, stdlib_files
+from dist_ckpt.trainer.data.files import FileDocuments, find_files, split_point
 from dist_ckpt.trainer.data.rows import Documents, RowDataset
 from dist_ckpt.trainer.data.synthetic import SyntheticDocuments
 
@@ -46,7 +44,7 @@ def build_data(config: DataConfig, *, vocab_size: int, seq_len: int, seed: int) 
     else:
         dtype = "uint8" if config.kind != "tokens" else config.dtype or "uint16"
         limit = config.max_document_bytes
-        for part, files in enumerate(_split_files(config)):
+        for part, files in enumerate(find_files(config)):
             kept = [file for file in files if limit is None or file.size_bytes <= limit]
             dropped[part] = len(files) - len(kept)
             documents.append(FileDocuments(kept, dtype, vocab_size))
@@ -70,29 +68,3 @@ def build_data(config: DataConfig, *, vocab_size: int, seq_len: int, seed: int) 
     if named:
         validation.require_rows()
     return training, validation
-
-
-def _split_files(config: DataConfig) -> tuple[list[DocumentFile], list[DocumentFile]]:
-    if config.kind == "stdlib":
-        files = stdlib_files()
-    else:
-        assert config.glob is not None, "DataConfig checks it"
-        files = glob_files(config.glob, "data.glob")
-    if config.validation_glob is not None:
-        validation = glob_files(config.validation_glob, "data.validation_glob")
-        taken = {os.path.realpath(file.path) for file in validation}
-        training = [file for file in files if os.path.realpath(file.path) not in taken]
-        if not training:
-            raise DataError(
-                f"data.validation_glob: {config.validation_glob!r} matches every file of "
-                f"data.glob={config.glob!r}, which leaves none to train on"
-            )
-        return training, validation
-    share = config.validation_fraction
-    training = [file for file in files if split_point(file.name) >= share]
-    if not training:
-        raise DataError(
-            f"data.validation_fraction={share}: picks each of the {len(files)} files (by its hashed path) "
-            "and leaves none to train on; set it to 0, or name data.validation_glob"
-        )
-    return training, [file for file in files if split_point(file.name) < share]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from dist_ckpt.errors import DataError
+from dist_ckpt.trainer.data.config import DataConfig
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,37 @@ def glob_files(pattern: str, option: str) -> list[DocumentFile]:
         where = "" if os.path.isabs(expanded) else f" in {os.getcwd()}"
         raise DataError(f"{option}: {pattern!r} matches {found}{where}")
     return files
+
+
+def find_files(config: DataConfig) -> tuple[list[DocumentFile], list[DocumentFile]]:
+    """The files that train and those that validate, of any kind of data but ``synthetic``. Needs no torch.
+
+    Raises:
+        DataError: a pattern matches nothing, a file cannot be read, or none is left to train on.
+    """
+    if config.kind == "stdlib":
+        files = stdlib_files()
+    else:
+        assert config.glob is not None, "DataConfig checks it"
+        files = glob_files(config.glob, "data.glob")
+    if config.validation_glob is not None:
+        validation = glob_files(config.validation_glob, "data.validation_glob")
+        taken = {os.path.realpath(file.path) for file in validation}
+        training = [file for file in files if os.path.realpath(file.path) not in taken]
+        if not training:
+            raise DataError(
+                f"data.validation_glob: {config.validation_glob!r} matches every file of "
+                f"data.glob={config.glob!r}, which leaves none to train on"
+            )
+        return training, validation
+    share = config.validation_fraction
+    training = [file for file in files if split_point(file.name) >= share]
+    if not training:
+        raise DataError(
+            f"data.validation_fraction={share}: picks each of the {len(files)} files (by its hashed path) "
+            "and leaves none to train on; set it to 0, or name data.validation_glob"
+        )
+    return training, [file for file in files if split_point(file.name) < share]
 
 
 def _documents(paths: list[str], root: str) -> list[DocumentFile]:
