@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt.plan import Region
-from dist_ckpt.wrap.oplevel import OpRecorder
+from dist_ckpt.wrap.oplevel import OpRecorder, compiled_contexts
 
 _REGION = "_dist_ckpt_region"
+_COMPILED = "_dist_ckpt_compiled_contexts"
 
 
 class Recomputed:
@@ -33,10 +34,7 @@ class Recomputed:
         region: Region = self.__dict__[_REGION]
         if not region.save.ops:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        if torch.compiler.is_compiling():
-            contexts = OpRecorder.compiled_contexts(region)
-        else:
-            contexts = OpRecorder(region).contexts
+        contexts = self.__dict__[_COMPILED] if torch.compiler.is_compiling() else OpRecorder(region).contexts
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def extra_repr(self) -> str:
@@ -47,7 +45,8 @@ class Recomputed:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class below has no importable name: pickle and deepcopy rebuild it from the module's own class.
-        return _rebuild, (own_class(self),), self.__dict__  # type: ignore[arg-type]
+        state = {key: value for key, value in self.__dict__.items() if key not in (_REGION, _COMPILED)}
+        return _rebuild, (own_class(self), self.__dict__[_REGION]), state  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -56,9 +55,17 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (Recomputed, cls), names)
 
 
-def _rebuild(cls: type[nn.Module]) -> nn.Module:
+def _rebuild(cls: type[nn.Module], region: Region) -> nn.Module:
     new = _recomputed_class(cls)  # type: ignore[arg-type]
-    return new.__new__(new)
+    module = new.__new__(new)
+    _remember(module, region)
+    return module
+
+
+def _remember(module: nn.Module, region: Region) -> None:
+    module.__dict__[_REGION] = region
+    # Made now, because a compiler that traces the forward cannot look up operators by name.
+    module.__dict__[_COMPILED] = compiled_contexts(region) if region.save.ops else None
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -76,14 +83,14 @@ def recompute_module(module: nn.Module, region: Region) -> nn.Module:
         The same object, so that it can serve as ``checkpoint_wrapper_fn`` of ``apply_activation_checkpointing``.
     """
     assert not is_recomputed(module), "checked by apply_plan"
-    module.__dict__[_REGION] = region
+    _remember(module, region)
     module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]
     return module
 
 
 def keep_module(module: nn.Module) -> None:
     """Undoes :func:`recompute_module`."""
-    del module.__dict__[_REGION]
+    del module.__dict__[_REGION], module.__dict__[_COMPILED]
     module.__class__ = own_class(module)
 
 

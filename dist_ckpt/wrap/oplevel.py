@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,17 +50,6 @@ class OpRecorder:
         """The two contexts for ``torch.utils.checkpoint``: this object for forward, the cache's for the recompute."""
         self._caching, cached = create_selective_checkpoint_contexts(self._decide)
         return self, cached
-
-    @staticmethod
-    def compiled_contexts(region: Region) -> Any:
-        """A ``context_fn`` for a compiled region, where the compiler itself drops what backward does not need."""
-        rules = _rule_table(region)
-
-        def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            numbers = rules.get(op, ())
-            return _POLICY[region.save.ops[numbers[0]].action] if numbers else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return functools.partial(create_selective_checkpoint_contexts, decide)
 
     def __enter__(self) -> OpRecorder:
         self._frame = private.current_frame()
@@ -110,3 +99,14 @@ class OpRecorder:
             f"op rules that matched no call in the forward of {' + '.join(self._region.modules)}: {names}. "
             f"Operations that did run there: {seen}"
         )
+
+
+def compiled_contexts(region: Region) -> Callable[[], Any]:
+    """The region's ``context_fn`` under ``torch.compile``, where the compiler drops what backward does not need."""
+    rules = _rule_table(region)
+
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        numbers = rules.get(op, ())
+        return _POLICY[region.save.ops[numbers[0]].action] if numbers else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, decide)

@@ -69,19 +69,27 @@ def test_hsdp_shards_inside_a_replica_only(ranks: RankGroups) -> None:
         assert (found["memory"].params, found["memory"].grads) == (padded, padded)
 
 
+def flat_numel(numels: list[int], world: int, align: int) -> int:
+    """Elements of a flat parameter: each part starts at a multiple of ``align``, the whole divides by the ranks."""
+    total = 0
+    for numel in numels:
+        total = -(-total // align) * align + numel
+    return -(-total // world) * world
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fsdp1_holds_flat_padded_shards(ranks: RankGroups, precision: str) -> None:
     world = 4
-    job = Job(
-        "fsdp1", options={"precision": precision}, model={"d_model": 30, "n_heads": 3, "n_kv_heads": 1, "d_ff": 47}
-    )
+    odd = {"d_model": 30, "n_heads": 3, "n_kv_heads": 1, "d_ff": 47}
+    job = Job("fsdp1", options={"precision": precision}, model=odd)
     config = ModelConfig(**(SMALL | job.model))
     model = Transformer(config)
-    block = sum(p.numel() for p in model.layers[0].parameters())
-    rest = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("layers."))
-    units = [rest, *[block] * config.n_layers]
-    sharded = sum(-(-unit // world) for unit in units) * FP32
-    assert sharded * world > sum(units) * FP32  # padding is exercised
+    align = 4 if precision == "fp32" else 8  # 16 bytes of the numbers that are computed with
+    block = flat_numel([p.numel() for p in model.layers[0].parameters()], world, align)
+    rest = flat_numel([p.numel() for n, p in model.named_parameters() if not n.startswith("layers.")], world, align)
+    padded = config.n_layers * block + rest
+    assert padded > sum(s.numel() for s in shapes(job))
+    sharded = padded // world * FP32
     for found in ranks(world).run(two_steps, job):
         memory: RankMemory = found["memory"]
         assert sum(found["flat"]) * FP32 == memory.params == memory.grads == sharded
