@@ -70,7 +70,8 @@ class EveryKPolicy(BlockPolicy):
 class SelectivePolicy(BlockPolicy):
     """Inside each block keep the results of operations that are dear to recompute and recompute the rest.
 
-    Kept by default: matrix products, convolutions, attention kernels and collectives. A kept result that the
+    Kept by default: matrix products, convolutions, attention kernels, collectives, ``topk`` (a routing that flips in
+    the recompute would change gradients) and copies to the host. A kept result that the
     recompute never reaches (the last matrix product of an MLP, whose output no backward formula reads) is dropped
     when the block's forward ends, so it costs nothing.
     """
@@ -80,7 +81,7 @@ class SelectivePolicy(BlockPolicy):
     save: tuple[str, ...] | None = None
     """Operations whose results are kept: logical names (``matmul``, ``convolution``, ``attention``, ``collective``,
     ``topk``, ``d2h``) or operators (``mm``, ``aten.mm``, ``torch.ops.aten.mm.default``). Each must occur in the
-    blocks. ``None`` means the default above, of which at least one must occur."""
+    blocks. null: all of the logical names, of which at least one must occur."""
 
     def __post_init__(self) -> None:
         if self.save is not None and not self.save:
@@ -103,10 +104,7 @@ class SelectiveAttentionPolicy(BlockPolicy):
 
 
 POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
-    {
-        cls.mode: cls
-        for cls in (NoPolicy, FullPolicy, EveryKPolicy, SelectivePolicy, SelectiveAttentionPolicy)
-    }
+    {cls.mode: cls for cls in (NoPolicy, FullPolicy, EveryKPolicy, SelectivePolicy, SelectiveAttentionPolicy)}
 )
 """Mode name to policy class."""
 
@@ -132,7 +130,9 @@ def policy_from(spec: str | Mapping[str, Any] | Policy | None) -> Policy:
     options = {str(k): spec[k] for k in spec}
     mode = options.pop("mode", None)
     if mode is None:
-        raise PlanError(f"ckpt has options ({', '.join(options)}) but no mode. Valid modes: {', '.join(sorted(POLICIES))}")
+        raise PlanError(
+            f"ckpt has options ({', '.join(options)}) but no mode. Valid modes: {', '.join(sorted(POLICIES))}"
+        )
     cls = _policy_class(str(mode))
     hints = typing.get_type_hints(cls)
     valid = [f.name for f in dataclasses.fields(cls)]

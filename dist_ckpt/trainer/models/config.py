@@ -33,16 +33,23 @@ class ModelConfig:
     """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU (arXiv:2302.13971, 2305.13245)."""
 
     vocab_size: int = 256
+    """Token ids; 256 for bytes."""
     n_layers: int = 4
+    """Blocks."""
     d_model: int = 64
+    """Width of the residual stream."""
     n_heads: int = 4
+    """Query heads; they divide ``d_model``."""
     n_kv_heads: int = 2
     """Key/value heads; each serves ``n_heads / n_kv_heads`` query heads."""
     d_ff: int = 176
     """Width of the SwiGLU's hidden layer."""
     max_seq_len: int = 2048
+    """Positions that the rotary tables cover."""
     rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
+    """Added to the mean square in each RMSNorm."""
     dropout: float = 0.0
     """On the embedding and on both residual branches; attention itself has none, so fused kernels apply."""
     tied: bool = False
