@@ -23,12 +23,8 @@ def fenced(language: str) -> list[tuple[str, str]]:
     ]
 
 
-COMMANDS = [
-    (name, line.split("  #")[0].strip())
-    for name, block in fenced("bash")
-    for line in block.splitlines()
-    if line.strip()
-]
+LINES = [line for _, block in fenced("bash") for line in block.splitlines()]
+COMMANDS = [line.split("  #")[0].strip() for line in LINES if line.strip()]
 SNIPPETS = [text for name, text in fenced("python") if name == "README.md"]
 
 
