@@ -94,7 +94,7 @@ def adamw(model: nn.Module) -> AdamW:
     decay = [p for name, p in model.named_parameters() if "norm" not in name]
     rest = [p for name, p in model.named_parameters() if "norm" in name]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 5e-3}]
-    return AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    return AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int, seed: int = 1) -> None:
@@ -110,7 +110,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Weights and moments gathered from all ranks, by key, and the groups; not by way of a file."""
     options = StateDictOptions(full_state_dict=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore")
         weights: dict[str, Any] = get_model_state_dict(model, options=options)
         moments: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     tensors = {f"model.{name}": value for name, value in weights.items()}

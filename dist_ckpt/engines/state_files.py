@@ -127,8 +127,10 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise StateError(f"{folder}: no such folder; a training state is a folder such as states/step_20")
     if not is_complete(folder):
-        kind = "is an incomplete training state" if (folder / METADATA_FILE).is_file() else "is no training state"
-        raise StateError(f"{folder}: {kind}: it has no {MANIFEST_FILE}, which is written last")
+        raise StateError(
+            f"{folder}: is no training state, or one of another program, or incomplete: it has no {MANIFEST_FILE}, "
+            "which is written last"
+        )
     files: Any = _read_json(folder / MANIFEST_FILE).get("files")
     good = isinstance(files, dict) and {METADATA_FILE, RECORD_FILE} <= set(files)
     if not good or not all(_is_entry(name, entry) for name, entry in files.items()):

@@ -271,8 +271,8 @@ def _run(folder: Path, action: Callable[[], Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides what DCP and FSDP1 warn about themselves, and that one process is no process group."""
+    """Hides what DCP and FSDP1 warn about their own insides, and that one process is no process group."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.")
         yield

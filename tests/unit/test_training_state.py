@@ -305,7 +305,7 @@ def test_foreign_folders(state: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "is no training state" in _refuse(tmp_path / "empty", *_fresh())
     (state / "manifest.json").unlink()
-    assert "is an incomplete training state" in _refuse(state, *_fresh())
+    assert f"{state}: is no training state, or one of another program, or incomplete" in _refuse(state, *_fresh())
     shutil.rmtree(state)
     state.write_bytes(pickle.dumps({}))
     assert "no such folder" in _refuse(state, *_fresh())
