@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from dist_ckpt.compat.dcp import StateWriter
 from dist_ckpt.engines.agreement import OtherRankFailed, on_rank_zero, together
 from dist_ckpt.engines.training_state import load_training_state, save_training_state
 from dist_ckpt.errors import StateError
@@ -121,6 +123,7 @@ def test_saving_does_not_change_the_training(ranks: RankGroups, tmp_path: Path) 
     for engine in ("ddp", "fsdp1", "fsdp2"):
         for with_save, without in ranks(2).run(_train_with_and_without_saving, engine, str(tmp_path / engine)):
             assert_same(with_save, without)
+        assert ranks(2).outputs() == ["", ""], "and warns of nothing"
 
 
 def _train_with_and_without_saving(rank: int, world: int, engine: str, path: str) -> tuple[Any, Any]:
@@ -222,6 +225,32 @@ def test_extra_that_one_rank_cannot_write_stops_all(ranks: RankGroups, tmp_path:
     messages = ranks(2).run(_save_error, str(tmp_path / "state"), timeout_s=30)
     assert messages[0] == messages[1] and "JSON" in messages[0]
     assert not (tmp_path / "state").exists()
+
+
+def _save_with_full_disk(rank: int, world: int, engine: str, path: str) -> str:
+    def write_data(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", f"{path}/__1_0.distcp")
+
+    model = sharded(Toy(), engine)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(StateWriter, "write_data", write_data)
+        try:
+            StateStore(path, keep=1).save(
+                1, partial(save_training_state, model=model, optimizer=adamw(model), extra={})
+            )
+        except StateError as error:
+            return str(error)
+    return "saved"
+
+
+def test_disk_that_is_full_for_one_rank_stops_all(ranks: RankGroups, tmp_path: Path) -> None:
+    for engine in ("ddp", "fsdp1"):
+        path = tmp_path / engine
+        messages = ranks(2).run(_save_with_full_disk, engine, str(path), timeout_s=30)
+        assert messages[0] == messages[1]
+        assert "No space left on device" in messages[0] and "__1_0.distcp" in messages[0]
+        assert not list(path.iterdir())
 
 
 def _agree(rank: int, world: int, bad: int, kind: str) -> str:

@@ -112,9 +112,15 @@ def test_kill_at_any_moment_keeps_a_complete_state(
 
 def test_leftovers_of_a_killed_run_are_removed(store: StateStore) -> None:
     store.save(1, _write)
-    for name in (".tmp-step_2", ".tmp-removed-step_0"):
+    for name in (".tmp-step_2", ".tmp-removed-step_0", ".old-step_1"):
         shutil.copytree(store.directory / "step_1", store.directory / name)
-    assert store.latest() == store.directory / "step_1"
+    store.save(2, _write)
+    assert _names(store.directory) == ["step_1", "step_2"]
+
+
+def test_replacement_that_was_cut_off_is_undone_by_the_next_save(store: StateStore) -> None:
+    path = store.save(1, _write)
+    path.rename(path.with_name(".old-step_1"))
     store.save(2, _write)
     assert _names(store.directory) == ["step_1", "step_2"]
 
