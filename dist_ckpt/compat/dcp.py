@@ -46,9 +46,11 @@ METADATA_NAMES = frozenset(
         (f"{_DCP}.metadata", "StorageMeta"),
         (f"{_DCP}.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
+        ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 pickles a member of an Enum as getattr(class, name)
     }
 )
-"""Every class and function that the metadata of tensors needs, besides ``torch.Size`` and the dtypes below.
+"""Every class and function that the metadata of tensors needs, besides ``torch.Size`` and the dtypes below. Each is
+replaced by an inert stand-in, ``getattr`` as well.
 
 ``BytesStorageMetadata`` is left out on purpose: DCP loads such entries with ``weights_only=False``.
 """
