@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dist_ckpt.batch import Batch, count_targets
@@ -23,7 +24,7 @@ from dist_ckpt.engines.optim import (
     set_learning_rate,
 )
 from dist_ckpt.engines.training_state import load_training_state, save_training_state
-from dist_ckpt.errors import PlanError
+from dist_ckpt.errors import EngineError, PlanError
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.memory.owners import Owner, owners_of
 from dist_ckpt.memory.records import RankMemory
@@ -149,9 +150,9 @@ class DataParallelEngine(ABC):
         return [f"{self.name} has no pipeline stages"] if plan.stages else []
 
     def prepare(self, model: nn.Module, plan: Plan) -> None:
-        problems = self.refuses(plan)
-        if problems:
+        if problems := self.refuses(plan):
             raise PlanError("; ".join(problems))
+        _refuse_other_meshes(model)
         blocks = plan.blocks or _blocks_if_any(model)
         apply_plan(model, plan)
         modules = dict(model.named_modules())
@@ -252,6 +253,17 @@ def materialize(model: nn.Module, device: torch.device, initialize: Callable[[nn
         if module is not owner or name != owner_name:
             setattr(module, name, getattr(owner, owner_name))
     initialize(model)
+
+
+def _refuse_other_meshes(model: nn.Module) -> None:
+    """Tensor and context parallelism are not proven right here, so a model that comes with them is refused."""
+    for name, parameter in named_parameters(model):
+        if isinstance(parameter, DTensor):
+            dims = parameter.device_mesh.mesh_dim_names or ("unnamed",)
+            raise EngineError(
+                f"parameter {name!r} is distributed already, over mesh dimensions {', '.join(dims)}: tensor- and "
+                "context-parallel models are not supported; pass the model before any sharding"
+            )
 
 
 def _blocks_if_any(model: nn.Module) -> tuple[str, ...]:

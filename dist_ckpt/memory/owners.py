@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -33,27 +32,24 @@ def owners_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
 
 def resident_of(model: nn.Module) -> Iterator[Owner]:
     """Owners that are alive whatever is trained: parameters, buffers and unsharded copies."""
-    if isinstance(model, FullyShardedDataParallel):
-        for name, flat in fsdp.fsdp1_flat_parameters(model):
-            yield "params", name, getattr(flat, "_local_shard", flat).detach()
+    flat_parameters = list(fsdp.fsdp1_flat_parameters(model))
+    for name, flat in flat_parameters:
+        yield "params", name, getattr(flat, "_local_shard", flat).detach()
+    # FSDP1's parameters are views into the flat one: of the shard at rest, of the unsharded copy within a step.
+    category: Category = "other" if flat_parameters else "params"
     for name, parameter in named_parameters(model):
-        # FSDP1's parameters are views into the flat one: of the shard at rest, of the unsharded copy within a step.
-        category: Category = "other" if isinstance(model, FullyShardedDataParallel) else "params"
         yield category, name, local(parameter)
     for name, buffer in named_buffers(model):
         yield "other", name, local(buffer)
-    for name, copy in fsdp.fsdp1_unsharded(model) if isinstance(model, FullyShardedDataParallel) else ():
-        yield "other", f"{name} (unsharded)", copy
-    for name, copy in fsdp.fsdp2_unsharded(model) if isinstance(model, FSDPModule) else ():
+    for name, copy in (*fsdp.fsdp1_unsharded(model), *fsdp.fsdp2_unsharded(model)):
         yield "other", f"{name} (unsharded)", copy
 
 
 def _grads(model: nn.Module) -> Iterator[Owner]:
-    if isinstance(model, FullyShardedDataParallel):
-        for name, flat in fsdp.fsdp1_flat_parameters(model):
-            for grad in (flat.grad, getattr(flat, "_saved_grad_shard", None)):
-                if grad is not None:
-                    yield "grads", name, grad
+    for name, flat in fsdp.fsdp1_flat_parameters(model):
+        for grad in (flat.grad, getattr(flat, "_saved_grad_shard", None)):
+            if grad is not None:
+                yield "grads", name, grad
     for name, parameter in named_parameters(model):
         if parameter.grad is not None:
             yield "grads", name, local(parameter.grad)

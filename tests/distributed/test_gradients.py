@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from dist_ckpt.engines import DataParallelEngine
+from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
+from dist_ckpt.errors import EngineError
 from dist_ckpt.names import named_parameters
+from dist_ckpt.planning import make_plan
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.models.init import init_parameters
 from dist_ckpt.trainer.models.llama import Transformer
@@ -114,3 +118,20 @@ def test_the_usual_mean_of_means_would_be_caught() -> None:
             (model(**batch) / (batch["labels"] != -100).sum() / (2 * job.accumulation)).backward()
     worst = max(distance(p.grad, grads[n]) for n, p in model.named_parameters() if p.grad is not None)
     assert worst > 1000 * TOLERANCE
+
+
+def prepare_tensor_parallel(rank: int, world: int) -> str:
+    model = Transformer(ModelConfig(**SMALL))
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    parallelize_module(model.layers[0].feed_forward, mesh, {"w1": ColwiseParallel()})
+    engine = ENGINES["fsdp2"](TrainingOptions(), torch.device("cpu"), lambda m, b: m(**b))
+    try:
+        engine.prepare(model, make_plan(model, "none"))
+    except EngineError as error:
+        return str(error)
+    return "prepared"
+
+
+def test_tensor_parallel_models_are_refused_by_name(ranks: RankGroups) -> None:
+    for message in ranks(2).run(prepare_tensor_parallel):
+        assert "'layers.0.feed_forward.w1.weight'" in message and "mesh dimensions tp" in message
