@@ -19,7 +19,7 @@ class Console:
     """
 
     def __init__(self, total_steps: int, quiet: bool = False, rich: RichConsole | None = None) -> None:
-        self._console = rich or RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
+        self._console = rich or RichConsole(highlight=False, emoji=False, soft_wrap=True, quiet=quiet)
         self._total = total_steps
         self._progress: Progress | None = None
         self._task = TaskID(0)
@@ -52,7 +52,7 @@ class Console:
 
     def table(self, report: MemoryReport) -> None:
         """All ranks' memory; columns that no rank can fill are left out."""
-        self._console.print(memory_table(report))
+        self._console.print(memory_table(report), crop=False)
 
 
 def memory_table(report: MemoryReport) -> Table:
@@ -61,10 +61,12 @@ def memory_table(report: MemoryReport) -> Table:
     shown = [c for c in columns if any(getattr(r, c) is not None for r in report.ranks)]
     unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])
     table = Table(title=f"memory per rank at step {report.step}, {unit}", box=box.SIMPLE_HEAD, title_justify="left")
-    for column in ("rank", *shown):
-        table.add_column(column, justify="right")
-    for rank in report.ranks:
-        table.add_row(str(rank.rank), *(format_bytes(getattr(rank, c), unit) for c in shown))
+    rows = [[str(r.rank), *(format_bytes(getattr(r, c), unit) for c in shown)] for r in report.ranks]
+    for name, *cells in zip(("rank", *shown), *rows, strict=True):
+        # Of a pipe, rich takes the width to be 80, and would cut digits off to fit.
+        table.add_column(name, justify="right", min_width=max(map(len, (name, *cells))))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

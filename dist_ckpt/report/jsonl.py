@@ -19,10 +19,12 @@ class JsonLines:
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_json_lines(path) if line["step"] <= after_step] if path.exists() else []
-        self._file = path.open("w", encoding="utf-8")
-        for line in kept:
-            self.write(line)
+        if path.exists():
+            kept = [line for line in read_json_lines(path) if line["step"] <= after_step]
+            shortened = path.with_name(f".{path.name}.new")  # then renamed: a kill in between loses nothing
+            shortened.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            shortened.replace(path)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")

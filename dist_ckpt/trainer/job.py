@@ -1,31 +1,140 @@
-"""From a configuration to its parts: model, plan, cost and engine. Nothing here needs a process group."""
+"""From a configuration to a run: model, plan, cost, engine and data first, which need no process group."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_ckpt.batch import Batch
 from dist_ckpt.cost import PlanCost, plan_cost
 from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
 from dist_ckpt.engines.optim import OptimizerOptions
-from dist_ckpt.errors import ConfigError
+from dist_ckpt.errors import ConfigError, PlanError
 from dist_ckpt.plan import Plan
-from dist_ckpt.trainer.config import Config, DeviceType
+from dist_ckpt.planning import make_plan
+from dist_ckpt.report.console import Console
+from dist_ckpt.trainer.config import Config, DeviceType, config_yaml
+from dist_ckpt.trainer.data import RowDataset, build_data
+from dist_ckpt.trainer.loop import Loop
 from dist_ckpt.trainer.models.init import init_parameters
 from dist_ckpt.trainer.models.llama import Transformer
+from dist_ckpt.trainer.process import Place, Termination
+from dist_ckpt.trainer.run_folder import RunFolder
 
 
-def device_type(config: Config) -> str:
-    """``cpu`` or ``cuda``.
+@dataclass(frozen=True)
+class Job:
+    """What a run needs, built and checked without a process group, the same on every rank."""
+
+    config: Config
+    place: Place
+    device: torch.device
+    plan: Plan
+    engine: DataParallelEngine
+    """Not yet prepared."""
+    train_rows: RowDataset
+    validation_rows: RowDataset
+
+    @staticmethod
+    def build(config: Config, place: Place) -> Job:
+        """Builds all parts.
+
+        Raises:
+            DistCkptError: a part that cannot be built from this configuration, on this machine.
+        """
+        device = run_device(config, place)
+        plan = make_plan(build_model(config), config.ckpt)
+        engine = build_engine(config, device)
+        if problems := engine.refuses(plan):
+            raise PlanError("; ".join(problems))
+        train_rows, validation_rows = build_data(
+            config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, seed=config.train.seed
+        )
+        if config.train.eval_every:
+            validation_rows.require_rows()
+        return Job(config, place, device, plan, engine, train_rows, validation_rows)
+
+    def forecast(self) -> str:
+        """What a dry run says: the run in one line, the plan and what it costs."""
+        config = self.config
+        ranks = config.ranks(self.place.world_size)
+        rows = config.resolved_global_batch(ranks)
+        parameters = sum(p.numel() for p in build_model(config).parameters())
+        return "\n".join(
+            (
+                f"run: {parameters:,} parameters, {config.engine.name} on {ranks} rank{'s'[: ranks != 1]}, "
+                f"{rows:,} rows of {config.train.seq_len:,} tokens an update",
+                str(self.plan),
+                f"cost: {cost_of(config, self.plan)}",
+                f"data: {self.train_rows.description}",
+            )
+        )
+
+
+def train(job: Job, folder: RunFolder) -> bool:
+    """Trains as the configuration says; needs the process group.
+
+    Returns:
+        Whether all steps were done; False after a SIGTERM.
+    """
+    config, place = job.config, job.place
+    console = Console(config.train.steps, quiet=place.rank != 0)
+    if place.rank == 0:
+        folder.config.write_text(config_yaml(config), encoding="utf-8")
+        folder.plan.write_text(job.plan.to_json(), encoding="utf-8")
+    console.say(f"run folder: {folder.path}")
+    console.say(str(job.plan))
+    console.say(f"data: {job.train_rows.description}")
+    # Dropout: each rank its own stream.
+    torch.manual_seed((config.train.seed * 1_000_003 + place.rank) % 2**63)
+    job.engine.prepare(build_model(config), job.plan)
+    if config.train.accum_sync == "boundary" and job.engine.accumulation_cost_bytes():
+        cost = job.engine.accumulation_cost_bytes() / 2**30
+        console.say(
+            f"train.accum_sync=boundary keeps {cost:.3f} GiB of unsharded gradients on each rank until the boundary"
+        )
+    loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination())
+    loop.resume(restarted=place.restarts > 0)
+    done = loop.run()
+    if loop.report is not None:
+        console.table(loop.report)
+    console.say(loop.summary())
+    return done
+
+
+def agree_on_folder(folder: RunFolder | None) -> RunFolder:
+    """Rank 0's run folder, on every rank."""
+    shared = [folder]
+    dist.broadcast_object_list(shared)
+    assert shared[0] is not None, "rank 0 has one"
+    return shared[0]
+
+
+def end_process_group() -> None:
+    """Waits for all ranks and closes their connections."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_device(config: Config, place: Place) -> torch.device:
+    """This rank's device: a GPU of its own, or the CPU, the same kind on all ranks of a machine.
 
     Raises:
-        ConfigError: CUDA is asked for and not there.
+        ConfigError: CUDA is asked for and there are too few devices.
     """
-    available = torch.cuda.is_available()
-    if config.device.type is DeviceType.cuda and not available:
-        raise ConfigError("device=cuda: torch finds no CUDA device; valid here: cpu, auto")
-    return "cuda" if available and config.device.type is not DeviceType.cpu else "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    enough = gpus >= place.local_world_size
+    if config.device.type is DeviceType.cuda and not enough and not config.dry_run:
+        raise ConfigError(
+            f"device=cuda: {place.local_world_size} ranks on this machine, and torch finds {gpus} CUDA devices; "
+            "start fewer ranks, or use device=cpu"
+        )
+    if enough and config.device.type is not DeviceType.cpu:
+        return torch.device("cuda", place.local_rank)
+    return torch.device("cpu")
 
 
 def build_model(config: Config) -> Transformer:

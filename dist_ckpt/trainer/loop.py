@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dist_ckpt.batch import Batch
-from dist_ckpt.engines import DataParallelEngine
+from dist_ckpt.batch import IGNORE_INDEX, Batch
+from dist_ckpt.engines import DataParallelEngine, StepResult
 from dist_ckpt.memory.meter import gather_report
 from dist_ckpt.memory.records import MemoryReport
 from dist_ckpt.report.console import Console
@@ -40,7 +40,6 @@ class Loop:
     Args:
         engine: prepared.
         train_rows, validation_rows: the data; samples are taken by global index.
-        grad_accum: micro-batches per update on each rank.
     """
 
     def __init__(
@@ -65,20 +64,23 @@ class Loop:
         self.store = StateStore(folder.states, config.train.keep)
         self.progress = Progress()
         self.report: MemoryReport | None = None
+        self._first_step = 0
+        self._last: StepResult | None = None
         self._saved_at: int | None = None
+        self._started_s = time.perf_counter()
 
-    def resume(self, from_latest: bool) -> None:
+    def resume(self, restarted: bool) -> None:
         """Takes up a saved training state, if one is asked for and there.
 
         Args:
-            from_latest: also without ``train.resume``: the run was restarted.
+            restarted: the run goes on from its own newest state, whatever it was started from.
         """
-        path = self.store.resolve(self.config.train.resume or ("auto" if from_latest else None))
+        path = (self.store.latest() if restarted else None) or self.store.resolve(self.config.train.resume)
         if path is None:
             return
         extra = self.engine.load(str(path))
         self.progress = Progress(extra["step"], extra["position"])
-        self._saved_at = self.progress.step
+        self._saved_at = self.progress.step if path.parent == self.folder.states else None
         self.console.say(f"resumed from {path} at step {self.progress.step}")
         if extra["rng"] is None:
             self.console.say(
@@ -93,6 +95,7 @@ class Loop:
             Whether all steps were done.
         """
         train, first_step = self.config.train, self.progress.step
+        self._first_step = first_step
         writes = self.rank == 0
         metrics = JsonLines(self.folder.metrics, first_step) if writes else None
         memory = JsonLines(self.folder.memory, first_step) if writes else None
@@ -116,6 +119,18 @@ class Loop:
             self.save()
         return done
 
+    def summary(self) -> str:
+        """What happened, in one line."""
+        step, steps = self.progress.step, self.config.train.steps
+        if step < steps:
+            what = f"stopped by SIGTERM after step {step} of {steps}, training state saved"
+        elif self._last is None:
+            what = f"nothing to do: step {step} of {steps} was reached before"
+        else:
+            what = f"done: steps {self._first_step + 1} to {step}"
+        loss = f", last loss {self._last.loss:.4f}" if self._last is not None else ""
+        return f"{what}{loss}, {time.perf_counter() - self._started_s:.1f} s, in {self.folder.path}"
+
     def save(self) -> None:
         """Saves the training state of this step; all ranks call it."""
         extra = {"position": self.progress.position}
@@ -129,6 +144,7 @@ class Loop:
         measure = (progress.step + 1) % config.report.every == 0 or progress.step + 1 == config.train.steps
         result = self.engine.train_step(self._micro_batches(), measure=measure)
         seconds = time.perf_counter() - start
+        self._last = result
         progress.step += 1
         progress.position += config.train.micro_batch * self.world_size * self.grad_accum
         if measure:
@@ -156,9 +172,19 @@ class Loop:
         return [micro_batch(self.train_rows, start, self.rank, size) for start in starts]
 
     def _validation_batches(self) -> list[Batch]:
+        """This rank's validation rows; as many micro-batches on each rank, for the ranks evaluate together."""
         size = self.config.train.micro_batch
         starts = (m * size * self.world_size for m in range(self.config.train.eval_batches))
-        return [micro_batch(self.validation_rows, start, self.rank, size) for start in starts]
+        return [
+            self._without_repeats(micro_batch(self.validation_rows, start, self.rank, size), start) for start in starts
+        ]
+
+    def _without_repeats(self, batch: Batch, start: int) -> Batch:
+        """The batch without targets in rows beyond the last one, where the rows begin again."""
+        first = start + self.rank * self.config.train.micro_batch
+        labels = batch["labels"].clone()
+        labels[max(self.validation_rows.num_rows - first, 0) :] = IGNORE_INDEX
+        return {**batch, "labels": labels}
 
     def _asked_to_stop(self) -> bool:
         """Whether any rank got a SIGTERM: all ranks stop after the same step."""

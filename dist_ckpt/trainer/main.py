@@ -1,30 +1,29 @@
 """The training program: from the command line to an exit code.
 
-Everything that can be a user's mistake is found before there is a process group, alike on every rank, and said once.
+Everything that can be a user's mistake is found before there is a process group, alike on every rank, and said once;
+what needs no torch even before torch is imported, so that a typing error costs no time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from dist_ckpt.errors import DistCkptError, PlanError
+from dist_ckpt.errors import DistCkptError
 from dist_ckpt.trainer.checks import check
 from dist_ckpt.trainer.config import Config, config_yaml, load_config
-from dist_ckpt.trainer.exits import FINAL, ExitCode, code_of, record_exit, recorded_exit
-from dist_ckpt.trainer.process import (
-    Place,
-    Termination,
-    leave,
-    leave_together,
-    log_to,
-    start_process_group,
-)
-from dist_ckpt.trainer.run_folder import RunFolder, refuse_overwriting, run_folder
+from dist_ckpt.trainer.exits import FINAL, ExitCode, code_of, forget_exit, record_exit, recorded_exit
+from dist_ckpt.trainer.process import Place, leave, leave_with_rank_zero, log_to, start_process_group
+from dist_ckpt.trainer.run_folder import RunFolder, claim_run_folder, find_run_folder, may_write_to
+
+if TYPE_CHECKING:
+    from dist_ckpt.trainer.job import Job
 
 _log = logging.getLogger(__name__)
 
@@ -32,151 +31,128 @@ _log = logging.getLogger(__name__)
 def main(arguments: Sequence[str]) -> NoReturn:
     """Runs ``launch/train.py``; ends the process."""
     place = Place.of(os.environ)
+    logging.getLogger().addHandler(logging.NullHandler())  # without it, Python sends warnings to the console
     if "--help" in arguments or "-h" in arguments:
         from dist_ckpt.trainer.help import help_text
 
-        leave_together(place, ExitCode.DONE, lambda: print(help_text()))
-    printing = "--print-config" in arguments
+        leave_with_rank_zero(place, ExitCode.DONE, lambda: print(help_text(), end=""))
+    config: Config | None = None
     try:
         config = load_config([a for a in arguments if a != "--print-config"])
         check(config, place.world_size)
+        if "--print-config" in arguments:
+            text = config_yaml(config)
+            leave_with_rank_zero(place, ExitCode.DONE, lambda: print(text, end=""))
+        _check_files(config)
+        if config.dry_run and place.rank != 0:
+            leave(ExitCode.DONE)
+        if place.rank == 0 and place.restarts:
+            _stop_if_final(config)
+
+        from dist_ckpt.trainer.job import Job
+
+        job = Job.build(config, place)
+        if config.dry_run:
+            print(job.forecast())
+            leave(ExitCode.DONE)
+        folder = claim_run_folder(config, restarted=place.restarts > 0) if place.rank == 0 else None
     except DistCkptError as error:
-        _leave_with_mistake(place, None, error)
-    if printing:
-        leave_together(place, ExitCode.DONE, lambda: print(config_yaml(config), end=""))
-    folder = run_folder(config, place)
-    last = recorded_exit(folder.path) if place.restarts else None
-    if last is not None and last[0] in FINAL:
-        code, reason = last
-        leave_together(place, code, lambda: _print_error(f"not restarted, it would end the same way: {reason}"))
-    try:
-        job = _Job(config, place)
-        if not config.dry_run:
-            refuse_overwriting(folder, config, place)
-    except DistCkptError as error:
-        _leave_with_mistake(place, folder, error)
-    if config.dry_run:
-        leave_together(place, ExitCode.DONE, job.print_dry_run)
+        _leave_with_mistake(place, config, arguments, str(error))
     leave(_run(job, folder))
 
 
-class _Job:
-    """What a run needs, all built and checked without a process group."""
+def _check_files(config: Config) -> None:
+    """Finds the files of the data once before the slow imports; they are found again with torch."""
+    if config.data.kind != "synthetic":
+        from dist_ckpt.trainer.data.files import find_files
 
-    def __init__(self, config: Config, place: Place) -> None:
-        import torch
-
-        from dist_ckpt.planning import make_plan
-        from dist_ckpt.trainer.data import build_data
-        from dist_ckpt.trainer.job import build_engine, build_model, device_type
-
-        self.config, self.place = config, place
-        kind = device_type(config)
-        self.device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
-        self.plan = make_plan(build_model(config), config.ckpt)
-        self.engine = build_engine(config, self.device)
-        if problems := self.engine.refuses(self.plan):
-            raise PlanError("; ".join(problems))
-        self.train_rows, self.validation_rows = build_data(
-            config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, seed=config.train.seed
-        )
-
-    def print_dry_run(self) -> None:
-        from dist_ckpt.trainer.job import cost_of
-
-        print(self.plan)
-        print(f"cost: {cost_of(self.config, self.plan)}")
-        print(f"data: {self.train_rows.description}")
+        find_files(config.data)
 
 
-def _run(job: _Job, folder: RunFolder) -> ExitCode:
-    """The run itself. Whatever ends it is recorded, and said by the rank that it happened on."""
+def _stop_if_final(config: Config) -> None:
+    """Ends a restarted job at once if it has been stopped by what would only happen again."""
+    folder = find_run_folder(config, restarted=True)
+    last = recorded_exit(folder.path) if folder is not None else None
+    if last is not None and last[0] in FINAL:
+        _print_error(f"not restarted, it would end the same way: {last[1]}")
+        leave(last[0])
+
+
+def _run(job: Job, folder: RunFolder | None) -> ExitCode:
+    """The run itself. Whatever ends it is recorded, and said by the rank on which it happened.
+
+    Args:
+        folder: rank 0's; the others get it from there.
+    """
+    from dist_ckpt.trainer.job import agree_on_folder, end_process_group, train
+
     place = job.place
     try:
         start_process_group(place, job.device.type)
-        folder = _shared(folder)
+        folder = agree_on_folder(folder)
         log_to(folder.log(place.rank))
-        done = _train(job, folder)
-        _end_process_group()
+        done = train(job, folder)
+        end_process_group()
     except BaseException as error:  # every rank's process ends here, whatever happened
-        code = code_of(error)
-        reason = str(error) if code is ExitCode.MISTAKE else "".join(traceback.format_exception(error))
-        _log.error("%s", reason)
-        if code is ExitCode.MISTAKE:  # as a rule found by every rank alike
-            record_exit(folder.path, code, reason, rank=place.rank)
-            leave_together(place, code, lambda: _print_error(reason), patience_s=3.0, speak_up=True)
-        if not _is_echo(error):
-            record_exit(folder.path, code, str(error) or type(error).__name__, rank=place.rank)
-            _print_error(f"rank {place.rank}: {reason}")
-        return code
+        return _fail(error, folder, place)
     code = ExitCode.DONE if done else ExitCode.TERMINATED
     if place.rank == 0:
         record_exit(folder.path, code, "all steps done" if done else "SIGTERM; the training state was saved")
     return code
 
 
-def _train(job: _Job, folder: RunFolder) -> bool:
-    import torch
+def _fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitCode:
+    """Records and says what went wrong, unless it is only another rank's end, seen from here."""
+    from dist_ckpt.engines.agreement import OtherRankFailed
+    from dist_ckpt.engines.base import NonFiniteError
 
-    from dist_ckpt.report.console import Console
-    from dist_ckpt.trainer.job import build_model
-    from dist_ckpt.trainer.loop import Loop
+    code = code_of(error)
+    details = "".join(traceback.format_exception(error))
+    _log.error("%s", details)
+    short = str(error) or type(error).__name__
+    if folder is not None:
+        if isinstance(error, OtherRankFailed):  # that rank knows more
+            recorded_exit(folder.path, patience_s=5.0)
+        try:
+            if not record_exit(folder.path, code, short, rank=place.rank):
+                first = recorded_exit(folder.path)
+                return first[0] if first is not None else code
+        except OSError as problem:
+            short += f" ({folder.path / 'exit.json'} could not be written: {problem.strerror})"
+    where = f" (rank {place.rank}; more in {folder.log(place.rank)})" if folder is not None else ""
+    if code is ExitCode.MISTAKE:
+        _print_error(short)
+    elif code is ExitCode.OUT_OF_MEMORY:
+        _print_error(f"out of memory: {short}{where}")
+    elif isinstance(error, (NonFiniteError, KeyboardInterrupt)):
+        _print_error(f"{short}{where}")
+    else:
+        _print_error(f"rank {place.rank}: {details.rstrip()}")
+    return code
 
-    config, place = job.config, job.place
-    console = Console(config.train.steps, quiet=place.rank != 0)
+
+def _leave_with_mistake(place: Place, config: Config | None, arguments: Sequence[str], message: str) -> NoReturn:
+    """Says a mistake that every rank has found. It is recorded where the user has named a folder for it."""
     if place.rank == 0:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(config_yaml(config), encoding="utf-8")
-        folder.plan.write_text(job.plan.to_json(), encoding="utf-8")
-    console.say(f"run folder: {folder.path}")
-    console.say(str(job.plan))
-    console.say(f"data: {job.train_rows.description}")
-    torch.manual_seed(config.train.seed * 1_000_003 + place.rank)  # dropout: each rank its own stream
-    job.engine.prepare(build_model(config), job.plan)
-    if config.train.accum_sync == "boundary" and job.engine.accumulation_cost_bytes():
-        cost = job.engine.accumulation_cost_bytes() / 2**30
-        console.say(
-            f"train.accum_sync=boundary keeps {cost:.3f} GiB of unsharded gradients on each rank until the boundary"
-        )
-    loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination())
-    loop.resume(from_latest=place.restarts > 0)
-    done = loop.run()
-    if loop.report is not None:
-        console.table(loop.report)
-    return done
+        run_dir = config.run_dir if config is not None else _run_dir_in(arguments)
+        folder = RunFolder(Path(run_dir)) if run_dir else None
+        if folder is not None and (
+            may_write_to(folder, config, place.restarts > 0) if config is not None else not folder.holds_a_run()
+        ):
+            try:
+                forget_exit(folder.path)
+                record_exit(folder.path, ExitCode.MISTAKE, message, rank=0)
+            except OSError as error:
+                _log.warning("%s: %s", folder.path, error)
+    leave_with_rank_zero(place, ExitCode.MISTAKE, lambda: _print_error(message))
 
 
-def _shared(folder: RunFolder) -> RunFolder:
-    """Rank 0's run folder, on every rank."""
-    import torch.distributed as dist
-
-    shared = [folder]
-    dist.broadcast_object_list(shared)
-    return shared[0]
-
-
-def _end_process_group() -> None:
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _is_echo(error: BaseException) -> bool:
-    """Whether an error is only another rank's end, seen in a collective."""
-    import torch.distributed as dist
-
-    return isinstance(error, (dist.DistNetworkError, dist.DistBackendError)) or "Connection closed by peer" in str(
-        error
-    )
-
-
-def _leave_with_mistake(place: Place, folder: RunFolder | None, error: DistCkptError) -> NoReturn:
-    # Without restarts the message is enough: a folder for a typing error would only be litter.
-    if folder is not None and place.rank == 0 and (place.max_restarts or folder.path.exists()):
-        record_exit(folder.path, ExitCode.MISTAKE, str(error))
-    leave_together(place, ExitCode.MISTAKE, lambda: _print_error(str(error)))
+def _run_dir_in(arguments: Sequence[str]) -> str | None:
+    """The ``run_dir`` of arguments that are no valid configuration, as far as it is plain text."""
+    given = [a.partition("=")[2].strip("'\"") for a in arguments if a.lstrip("+").startswith("run_dir=")]
+    return given[-1] if given and given[-1] != "null" and "${" not in given[-1] else None
 
 
 def _print_error(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody reads it any more; the exit code still counts
+        print(f"error: {text}", file=sys.stderr, flush=True)

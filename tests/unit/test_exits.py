@@ -1,0 +1,50 @@
+"""Exit codes, and ``exit.json``: the first word counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_ckpt.engines.base import NonFiniteError
+from dist_ckpt.errors import ConfigError, DataError, PlanError, StateError
+from dist_ckpt.trainer.exits import ExitCode, code_of, forget_exit, record_exit, recorded_exit
+
+
+def test_codes_of_errors() -> None:
+    for mistake in (ConfigError, DataError, PlanError, StateError):
+        assert code_of(mistake("x")) is ExitCode.MISTAKE
+    for fault in (RuntimeError("x"), NonFiniteError("x"), ValueError("x"), KeyboardInterrupt(), AssertionError()):
+        assert code_of(fault) is ExitCode.FAULT
+    assert code_of(MemoryError()) is ExitCode.OUT_OF_MEMORY
+    assert code_of(torch.OutOfMemoryError("x")) is ExitCode.OUT_OF_MEMORY
+
+
+def test_code_of_torchs_own_allocator_on_the_cpu() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert code_of(caught.value) is ExitCode.OUT_OF_MEMORY
+
+
+def test_the_first_record_stands(tmp_path: Path) -> None:
+    run = tmp_path / "new" / "run"
+    assert recorded_exit(run) is None
+    assert record_exit(run, ExitCode.OUT_OF_MEMORY, "no memory", rank=3)
+    assert not record_exit(run, ExitCode.FAULT, "Connection closed by peer", rank=0)
+    record = json.loads((run / "exit.json").read_text())
+    assert record.pop("time") > 1.7e9
+    assert record == {"code": 3, "name": "out_of_memory", "reason": "no memory", "rank": 3}
+    assert recorded_exit(run) == (ExitCode.OUT_OF_MEMORY, "no memory")
+    forget_exit(run)
+    forget_exit(run)
+    assert record_exit(run, ExitCode.DONE, "all steps done")
+    assert [path.name for path in run.iterdir()] == ["exit.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"code": 7, "reason": ""}', '{"reason": ""}'])
+def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "exit.json").write_text(text)
+    assert recorded_exit(tmp_path) is None
+    assert recorded_exit(tmp_path, patience_s=0.1) is None

@@ -1,0 +1,89 @@
+"""The records and the console of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console as RichConsole
+
+from dist_ckpt.memory.records import MemoryReport, RankMemory
+from dist_ckpt.report.console import Console
+from dist_ckpt.report.jsonl import JsonLines, read_json_lines
+
+MIB, GIB = 2**20, 2**30
+
+
+def test_lines_are_written_through(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "metrics.jsonl"
+    lines = JsonLines(file)
+    for step in (1, 2):
+        lines.write({"step": step})
+        assert read_json_lines(file)[-1] == {"step": step}
+    lines.close()
+
+
+def test_resuming_drops_the_steps_that_come_again_and_a_line_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    kept = [{"step": step, "loss": 1 / step} for step in range(1, 6)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"step": 6, "lo')
+    lines = JsonLines(file, after_step=3)
+    lines.write({"step": 4, "loss": 0.5})
+    lines.close()
+    assert read_json_lines(file) == [*kept[:3], {"step": 4, "loss": 0.5}]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def report(unit: int, count: int = 2, peak: int | None = None) -> MemoryReport:
+    return MemoryReport(
+        7,
+        tuple(
+            RankMemory(
+                rank=rank, device="cuda:0" if peak else "cpu", step=7, params=unit, grads=unit, optimizer=2 * unit,
+                other=0, activations=(rank + 1) * 1234 * unit, peak=peak, live=peak, reserved=peak,
+            )
+            for rank in range(count)
+        ),
+    )  # fmt: skip
+
+
+def spoken(width: int | None = None) -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(9, rich=RichConsole(file=text, width=width, highlight=False, soft_wrap=True)), text
+
+
+def test_a_line_a_step_where_there_is_no_terminal() -> None:
+    console, text = spoken()
+    console.start(0)
+    console.step(7, 3.14159, 0.5, 12345.6, report(MIB))
+    console.stop()
+    assert text.getvalue() == ("step 7/9  loss 3.1416  grad norm 0.500  12,346 tokens/s  memory 2.414 GiB (rank 1)\n")
+
+
+@pytest.mark.parametrize("width", [None, 40, 200])
+def test_the_table_is_whole_at_any_width(width: int | None) -> None:
+    console, text = spoken(width)
+    console.table(report(GIB, count=8, peak=1700 * GIB))
+    title, _, head, _, *rows = [line.rstrip() for line in text.getvalue().splitlines()]
+    assert title == "memory per rank at step 7, GiB"
+    shown = ["params", "grads", "optimizer", "activations", "other", "accounted", "unattributed", "peak", "reserved"]
+    assert head.split() == ["rank", *shown]
+    assert rows[1].split() == [
+        "1", "1.000", "1.000", "2.000", "2,468.000", "0.000", "2,472.000", "1,696.000", "1,700.000", "1,700.000",
+    ]  # fmt: skip
+    assert "…" not in text.getvalue()
+
+
+def test_what_no_rank_can_say_has_no_column() -> None:
+    console, text = spoken()
+    console.table(report(MIB))
+    assert "GiB" in text.getvalue()
+    assert not {"peak", "reserved", "unattributed"} & set(text.getvalue().split())
+
+
+def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(1).say("run folder: [red]/tmp/:smile:/x[/red]")
+    Console(1, quiet=True).say("not heard")
+    assert capsys.readouterr().out == "run folder: [red]/tmp/:smile:/x[/red]\n"
