@@ -1,0 +1,140 @@
+"""The loop on several ranks: resuming, and what validation must not touch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_ckpt.batch import IGNORE_INDEX
+from dist_ckpt.engines.base import DataParallelEngine
+from dist_ckpt.flops import count_flops
+from dist_ckpt.trainer.config import load_config
+from dist_ckpt.trainer.data import build_data, micro_batch
+from dist_ckpt.trainer.job import Job, build_model
+from dist_ckpt.trainer.process import Place
+from tests.distributed.runs import TINY, run_here, trajectory
+from tests.ranks import RankGroups
+
+STEPS = "train.steps=12"
+DROPOUT = "model.dropout=0.1"
+RESUME = "train.resume=auto"
+POLICIES = ("none", "full", "every_k", "selective", "selective_attention")
+ENGINES = ("ddp", "fsdp1", "fsdp2")
+
+
+def check_stopping_changes_nothing(ranks: RankGroups, tmp_path: Path, options: list[str]) -> None:
+    """A run that is stopped after step 7 of 12 and resumed is, bit for bit, the run that is not."""
+    group, whole, parts = ranks(2), str(tmp_path / "whole"), str(tmp_path / "parts")
+    done, expected = group.run(run_here, whole, options)[0]
+    assert done
+    done, before = group.run(run_here, parts, options, 7)[0]
+    assert not done
+    assert trajectory(before) == trajectory(expected[:7])
+    assert [path.name for path in (tmp_path / "parts" / "states").iterdir()] == ["step_7"]
+    done, lines = group.run(run_here, parts, [*options, RESUME])[0]
+    assert done
+    assert trajectory(lines) == trajectory(expected)
+
+
+def check_resuming_elsewhere(
+    ranks: RankGroups, tmp_path: Path, before: tuple[int, list[str]], after: tuple[int, list[str]]
+) -> None:
+    """A run goes on with other options or ranks, at the same global batch, as if it had always had the first ones."""
+    options = [STEPS, "train.global_batch=8"]
+    run = str(tmp_path / "run")
+    _, expected = ranks(before[0]).run(run_here, str(tmp_path / "whole"), [*options, *before[1]])[0]
+    ranks(before[0]).run(run_here, run, [*options, *before[1]], 7)
+    done, lines = ranks(after[0]).run(run_here, run, [*options, *after[1], RESUME])[0]
+    assert done
+    assert [m["step"] for m in lines] == list(range(1, 13))
+    assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in expected], rel=1e-6)
+    assert [m["tokens"] for m in lines] == [m["tokens"] for m in expected]
+
+
+def test_a_stopped_run_resumes_bitwise(ranks: RankGroups, tmp_path: Path) -> None:
+    check_stopping_changes_nothing(ranks, tmp_path, [STEPS, DROPOUT, "engine=fsdp2", "ckpt=selective"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_and_policy_resumes_bitwise(ranks: RankGroups, tmp_path: Path, engine: str, policy: str) -> None:
+    options = [STEPS, DROPOUT, f"engine={engine}", f"ckpt={policy}", "train.grad_accum=3"]
+    check_stopping_changes_nothing(ranks, tmp_path, options)
+
+
+def test_resumes_on_fewer_ranks(ranks: RankGroups, tmp_path: Path) -> None:
+    check_resuming_elsewhere(ranks, tmp_path, (4, ["engine=fsdp2"]), (2, ["engine=fsdp2"]))
+
+
+def test_resumes_under_another_policy(ranks: RankGroups, tmp_path: Path) -> None:
+    check_resuming_elsewhere(ranks, tmp_path, (2, ["ckpt=selective"]), (2, ["ckpt=full"]))
+
+
+def test_resumes_under_another_engine(ranks: RankGroups, tmp_path: Path) -> None:
+    check_resuming_elsewhere(ranks, tmp_path, (2, ["engine=fsdp1"]), (2, ["engine=fsdp2"]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", [(2, "fsdp2"), (4, "fsdp1"), (1, "ddp"), (2, "ddp")], ids=str)
+@pytest.mark.parametrize("before", [(4, "fsdp2"), (2, "fsdp1"), (2, "ddp"), (1, "fsdp2")], ids=str)
+def test_resumes_across_engines_ranks_and_policies(
+    ranks: RankGroups, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    check_resuming_elsewhere(
+        ranks,
+        tmp_path,
+        (before[0], [f"engine={before[1]}", "ckpt=selective"]),
+        (after[0], [f"engine={after[1]}", "ckpt=full"]),
+    )
+
+
+def test_validation_leaves_training_as_it_is(ranks: RankGroups, tmp_path: Path) -> None:
+    options = ["train.steps=4", DROPOUT, "ckpt=full"]
+    _, without = ranks(2).run(run_here, str(tmp_path / "without"), options)[0]
+    _, with_it = ranks(2).run(run_here, str(tmp_path / "with"), [*options, "train.eval_every=2"])[0]
+    assert trajectory(with_it) == trajectory(without)
+    assert [m["step"] for m in with_it if "eval_loss" in m] == [2, 4]
+
+
+def validation_cost(rank: int, world: int, engine_name: str, policy: str) -> tuple[int, float]:
+    """FLOPs and loss of one validation, which must leave the generator where it is."""
+    config = load_config([*TINY, DROPOUT, "train.eval_every=1", f"engine={engine_name}", f"ckpt={policy}"])
+    job = Job.build(config, Place(rank, world, rank, world))
+    engine: DataParallelEngine = job.engine
+    engine.prepare(build_model(config), job.plan)
+    batch = micro_batch(job.validation_rows, 0, rank, 2)
+    losses: list[float] = []
+    before = torch.get_rng_state()
+    flops = count_flops(lambda: losses.append(engine.eval_loss([batch])))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert engine.model.training
+    return flops, losses[0]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", *(pytest.param(e, marks=pytest.mark.full) for e in ("ddp", "fsdp1"))])
+def test_validation_recomputes_nothing(ranks: RankGroups, engine: str) -> None:
+    plain = ranks(2).run(validation_cost, engine, "none")
+    assert all(flops > 0 for flops, _ in plain)
+    for policy in POLICIES[1:]:
+        assert ranks(2).run(validation_cost, engine, policy) == plain
+
+
+def test_validation_counts_no_row_twice(ranks: RankGroups, tmp_path: Path) -> None:
+    """Five rows on two ranks: the last of two batches of two rows each is half empty, and empty, for them."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "train.txt").write_bytes(b"abcd" * 100)
+    (text / "validation.txt").write_bytes(bytes(range(160)))
+    data = ["data=text", f"data.glob={text}/train.txt", f"data.validation_glob={text}/validation.txt"]
+    few = [*data, "train.steps=1", "train.eval_every=1", "train.eval_batches=2"]
+    lines = ranks(2).run(run_here, str(tmp_path / "two"), few)[0][1]
+    many = [*data, "train.steps=1", "train.eval_every=1", "train.eval_batches=9", "train.micro_batch=1"]
+    alone = ranks(1).run(run_here, str(tmp_path / "one"), [*many, "train.global_batch=4"])[0][1]
+    config = load_config([*TINY, *data])
+    _, rows = build_data(config.data, vocab_size=256, seq_len=32, seed=0)
+    assert rows.num_rows == 5
+    assert int((rows.sample(4)[1] != IGNORE_INDEX).sum()) == 31
+    assert lines[0]["eval_loss"] == pytest.approx(alone[0]["eval_loss"], rel=1e-5)

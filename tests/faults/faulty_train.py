@@ -1,0 +1,85 @@
+"""``launch/train.py`` with a fault in it: FAULT RANK STEP STARTS, then the program's own arguments.
+
+The fault comes in the forward of that step on that rank, between the collectives before it and those in backward;
+step 0 is the filling of the sharded model. It comes in the ``first`` start of the job or in ``all`` of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_ckpt.errors import DataError
+from dist_ckpt.trainer.main import main
+from dist_ckpt.trainer.models.llama import Transformer
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def memory_error() -> None:
+    raise MemoryError
+
+
+def cpu_allocation() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def boom() -> None:
+    raise RuntimeError("boom")
+
+
+def mistake() -> None:
+    raise DataError("data: corpus/7.txt cannot be read")
+
+
+def sigkill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def sigterm_to_torchrun() -> None:
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+FAULTS: Mapping[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (
+        out_of_memory, memory_error, cpu_allocation, boom, mistake, sigkill, sigterm, sigterm_to_torchrun,
+    )
+}  # fmt: skip
+
+
+def install(name: str, step: int) -> None:
+    """Puts the fault into the ``step``-th forward from here on, counted from 1."""
+    if step == 0:
+        Transformer.init_buffers = lambda self: FAULTS[name]()  # type: ignore[method-assign]
+        return
+    forward, calls = Transformer.forward, 0
+
+    def faulty(self: Transformer, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == step and name != "nan":
+            FAULTS[name]()
+        result = forward(self, *args, **kwargs)
+        return result * float("nan") if calls == step and name == "nan" else result
+
+    Transformer.forward = faulty  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    fault, rank, step, starts = sys.argv[1:5]
+    if os.environ.get("RANK", "0") == rank and (starts == "all" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+        install(fault, int(step))
+    main(sys.argv[5:])
