@@ -9,7 +9,7 @@ never falls inside the region, where it would shift the positions of an op-level
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
 from typing import Any
 
 import torch
@@ -21,21 +21,12 @@ from dist_ckpt.wrap.oplevel import OpRecorder, compiled_contexts
 
 _REGION = "_dist_ckpt_region"
 _COMPILED = "_dist_ckpt_compiled_contexts"
+_CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
+"""Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
 
 
 class Recomputed:
     """Mixed in before a module's own class by :func:`recompute_module`."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run: Callable[..., Any] = super().forward  # type: ignore[misc]
-        # In eval or without gradients there is nothing to recompute for, and nothing is paid.
-        if not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
-            return run(*args, **kwargs)
-        region: Region = self.__dict__[_REGION]
-        if not region.save.ops:
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        contexts = self.__dict__[_COMPILED] if torch.compiler.is_compiling() else OpRecorder(region).contexts
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def extra_repr(self) -> str:
         region: Region = self.__dict__[_REGION]
@@ -51,8 +42,22 @@ class Recomputed:
 
 @functools.cache
 def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)  # callers look at the signature to know what a block takes
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(cls.forward, self)
+        # In eval or without gradients there is nothing to recompute for, and nothing is paid.
+        if not (self.training and torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        if not _CHECKPOINT_OPTIONS.isdisjoint(kwargs):
+            run, kwargs = functools.partial(run, **kwargs), {}
+        region: Region = self.__dict__[_REGION]
+        if not region.save.ops:
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        contexts = self.__dict__[_COMPILED] if torch.compiler.is_compiling() else OpRecorder(region).contexts
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (Recomputed, cls), names)
+    return type(cls.__name__, (Recomputed, cls), {**names, "forward": forward})
 
 
 def _rebuild(cls: type[nn.Module], region: Region) -> nn.Module:

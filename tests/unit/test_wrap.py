@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from typing import Any
@@ -95,6 +96,24 @@ def test_nothing_is_paid_in_eval_or_without_gradients(policy: Any, monkeypatch: 
     recomputing = count_flops(loss.backward)
     plain_loss = stack(p=0.0).eval()(X).sum()
     assert recomputing == count_flops(plain_loss.backward)
+
+
+def test_a_block_keeps_its_signature_and_any_keyword_name() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x: Tensor, *, scale: Tensor, debug: float = 1.0, preserve_rng_state: bool = True) -> Tensor:
+            return self.inner(x) * scale * debug if preserve_rng_state else x
+
+    torch.manual_seed(0)
+    plain, x, scale = Takes(), torch.randn(2, 4), torch.ones(2, 4)
+    model = copy.deepcopy(plain)
+    apply_plan(model, Plan(regions=(Region(("",)),)))
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    for keywords in ({"scale": scale}, {"scale": scale, "debug": 3.0}, {"scale": scale, "preserve_rng_state": False}):
+        assert torch.equal(model(x, **keywords), plain(x, **keywords))
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
