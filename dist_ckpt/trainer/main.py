@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -106,10 +107,11 @@ def _fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitC
     from dist_ckpt.engines.agreement import OtherRankFailed
     from dist_ckpt.engines.base import NonFiniteError
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes twice: from the terminal, then from torchrun
     code = code_of(error)
     details = "".join(traceback.format_exception(error))
     _log.error("%s", details)
-    short = str(error) or type(error).__name__
+    short = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
     if folder is not None:
         if isinstance(error, OtherRankFailed):  # that rank knows more
             recorded_exit(folder.path, patience_s=5.0)

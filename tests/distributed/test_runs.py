@@ -65,30 +65,26 @@ def test_every_engine_and_policy_resumes_bitwise(ranks: RankGroups, tmp_path: Pa
     check_stopping_changes_nothing(ranks, tmp_path, options)
 
 
-def test_resumes_on_fewer_ranks(ranks: RankGroups, tmp_path: Path) -> None:
-    check_resuming_elsewhere(ranks, tmp_path, (4, ["engine=fsdp2"]), (2, ["engine=fsdp2"]))
-
-
-def test_resumes_under_another_policy(ranks: RankGroups, tmp_path: Path) -> None:
-    check_resuming_elsewhere(ranks, tmp_path, (2, ["ckpt=selective"]), (2, ["ckpt=full"]))
-
-
-def test_resumes_under_another_engine(ranks: RankGroups, tmp_path: Path) -> None:
-    check_resuming_elsewhere(ranks, tmp_path, (2, ["engine=fsdp1"]), (2, ["engine=fsdp2"]))
+def test_resumes_on_fewer_ranks_under_another_engine_and_policy(ranks: RankGroups, tmp_path: Path) -> None:
+    before, after = ["engine=fsdp1", "ckpt=selective"], ["engine=fsdp2", "ckpt=full"]
+    check_resuming_elsewhere(ranks, tmp_path, (4, before), (2, after))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("after", [(2, "fsdp2"), (4, "fsdp1"), (1, "ddp"), (2, "ddp")], ids=str)
-@pytest.mark.parametrize("before", [(4, "fsdp2"), (2, "fsdp1"), (2, "ddp"), (1, "fsdp2")], ids=str)
-def test_resumes_across_engines_ranks_and_policies(
-    ranks: RankGroups, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
-) -> None:
-    check_resuming_elsewhere(
-        ranks,
-        tmp_path,
-        (before[0], [f"engine={before[1]}", "ckpt=selective"]),
-        (after[0], [f"engine={after[1]}", "ckpt=full"]),
-    )
+@pytest.mark.parametrize("after", ["2 fsdp2 none", "4 fsdp1 full", "1 ddp every_k", "2 ddp selective"])
+@pytest.mark.parametrize("before", ["4 fsdp2 none", "2 fsdp1 selective", "2 ddp full", "1 fsdp2 selective_attention"])
+def test_resumes_across_ranks_engines_and_policies(ranks: RankGroups, tmp_path: Path, before: str, after: str) -> None:
+    jobs = []
+    for job in (before, after):
+        world, engine, policy = job.split()
+        jobs.append((int(world), [f"engine={engine}", f"ckpt={policy}"]))
+    check_resuming_elsewhere(ranks, tmp_path, jobs[0], jobs[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("changes", [("ckpt=selective", "ckpt=full"), ("engine=fsdp1", "engine=fsdp2")], ids=" ".join)
+def test_resumes_with_one_change(ranks: RankGroups, tmp_path: Path, changes: tuple[str, str]) -> None:
+    check_resuming_elsewhere(ranks, tmp_path, (2, [changes[0]]), (2, [changes[1]]))
 
 
 def test_validation_leaves_training_as_it_is(ranks: RankGroups, tmp_path: Path) -> None:

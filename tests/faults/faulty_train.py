@@ -48,6 +48,10 @@ def sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def sigint() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def sigterm_to_torchrun() -> None:
     os.kill(os.getppid(), signal.SIGTERM)
 
@@ -55,7 +59,7 @@ def sigterm_to_torchrun() -> None:
 FAULTS: Mapping[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
-        out_of_memory, memory_error, cpu_allocation, boom, mistake, sigkill, sigterm, sigterm_to_torchrun,
+        out_of_memory, memory_error, cpu_allocation, boom, mistake, sigkill, sigterm, sigint, sigterm_to_torchrun,
     )
 }  # fmt: skip
 
@@ -80,6 +84,7 @@ def install(name: str, step: int) -> None:
 
 if __name__ == "__main__":
     fault, rank, step, starts = sys.argv[1:5]
-    if os.environ.get("RANK", "0") == rank and (starts == "all" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if os.environ.get("RANK", "0") == rank and (starts == "all" or is_first):
         install(fault, int(step))
     main(sys.argv[5:])

@@ -97,9 +97,9 @@ def torchrun(
     return run([sys.executable, *launcher, *restarts, str(script), *arguments], cwd, environment, timeout_s)
 
 
-def alone(*arguments: str, cwd: Path, timeout_s: float = 120.0, terminal: bool = False) -> Finished:
-    """``python launch/train.py ARGUMENTS``, without torchrun; with ``terminal`` as if a person watched."""
-    return run([sys.executable, str(TRAIN), *arguments], cwd, None, timeout_s, terminal)
+def alone(*arguments: str, cwd: Path, script: Path = TRAIN, terminal: bool = False) -> Finished:
+    """``python SCRIPT ARGUMENTS``, without torchrun; with ``terminal`` as if a person watched."""
+    return run([sys.executable, str(script), *arguments], cwd, terminal=terminal)
 
 
 def faulty(fault: str, *, rank: int, step: int, starts: str = "first") -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,18 +165,15 @@ def test_bad_data_on_one_rank_in_the_middle_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("starts", ["first", "all"])
-def test_a_fault_is_tried_again(tmp_path: Path, starts: str) -> None:
-    arguments = [*faulty("boom", rank=0, step=3, starts=starts), *TINY, "train.steps=5", "train.save_every=2"]
+def test_a_fault_is_tried_again_from_the_newest_state(tmp_path: Path) -> None:
+    """Each start fails in its third step, and finds the state of the second."""
+    arguments = [*faulty("boom", rank=0, step=3, starts="all"), *TINY, "train.steps=5", "train.save_every=2"]
     finished = torchrun(*arguments, "run_dir=run", cwd=tmp_path, script=FAULTY, max_restarts=2)
-    steps = [m["step"] for m in metrics(tmp_path / "run")]
-    if starts == "first":
-        assert finished.code == 0, finished.output
-        assert len(finished.errors) == 1
-        assert steps == [1, 2, 3, 4, 5]
-    else:  # each start gets two steps further
-        assert finished.code == 1 or exit_record(tmp_path / "run")["code"] == 0
-        assert steps == list(range(1, len(steps) + 1))
+    assert finished.code == 0, finished.output
+    assert len(finished.errors) == 2
+    assert re.findall(r"states/step_(\d+) at step \1", finished.output) == ["2", "4"]
+    assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert exit_record(tmp_path / "run")["code"] == 0
 
 
 @pytest.mark.full
@@ -209,3 +207,22 @@ def test_one_process_without_torchrun(tmp_path: Path) -> None:
     assert exit_record(run)["code"] == 0
     assert [m["step"] for m in metrics(run)] == [1, 2, 3]
     assert "memory per rank at step 3" in finished.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ("sigterm", 143, []),
+        ("cpu_allocation", 3, ["out of memory: "]),
+        ("mistake", 2, ["data: corpus/7.txt"]),
+        ("sigint", 1, ["interrupted (rank 0; "]),
+        ("boom", 1, ["rank 0: Traceback"]),
+    ],
+)
+def test_codes_of_one_process_without_torchrun(tmp_path: Path, fault: str, code: int, says: list[str]) -> None:
+    arguments = [*faulty(fault, rank=0, step=2), *TINY, "train.steps=9", "run_dir=run"]
+    finished = alone(*arguments, cwd=tmp_path, script=FAULTY)
+    assert finished.code == code, finished.output
+    assert exit_record(tmp_path / "run")["code"] == code
+    assert [error[: len(start)] for error, start in zip(finished.errors, says, strict=True)] == says
