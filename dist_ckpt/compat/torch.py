@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import checkpoint as _checkpoint
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 class UnsupportedTorch(RuntimeError):
@@ -104,27 +104,21 @@ def frame_inputs(frame: Any) -> Iterator[Any]:
 
 
 def frame_cache(frame: Any) -> Iterator[Tensor]:
-    """The tensors in a frame's op-level cache, if it has one."""
+    """The tensors in a frame's op-level cache, if it has one: torch's own, or one of :mod:`dist_ckpt.wrap.oplevel`."""
     storage = getattr(_captured(frame.recompute_fn, "recompute_context"), "storage", None)
     for entries in (storage or {}).values():
-        for entry in entries.values():
+        for entry in entries.values() if isinstance(entries, dict) else entries:
             for leaf in tree_leaves(entry):
                 value = getattr(leaf, "val", None)
                 if isinstance(value, Tensor):
                     yield value
 
 
-def drop_cached(mode: Any, key: Any, index: int) -> None:
-    """Marks one result of an op-level cache as to be recomputed, and frees it.
-
-    Args:
-        mode: the first context of ``create_selective_checkpoint_contexts``.
-        key, index: the operator and the number of its call in this forward.
-    """
-    mode.storage[key][index] = _checkpoint._RECOMPUTE
+def kept_result(out: Any) -> Any:
+    """What an op-level cache keeps of a result: aliases that hold no graph, each with its version."""
+    return tree_map(lambda x: _checkpoint._VersionWrapper(_checkpoint._detach_helper(x)), out)
 
 
-def last_call(mode: Any, op: Any, args: tuple[Any, ...]) -> tuple[Any, int]:
-    """Key and index under which an op-level cache files the call that its policy is just deciding on."""
-    key = _checkpoint._sac_storage_key(op, args)
-    return key, mode.func_counter[key] - 1
+def result_of(entry: Any) -> Any:
+    """The result again; raises RuntimeError if a tensor was edited in place since it was kept."""
+    return tree_map(lambda x: x.get_val(allow_cache_entry_mutation=False), entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -64,4 +65,7 @@ def _optimizer_state(optimizer: Optimizer | None) -> Iterator[Owner]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: a DTensor's ``nbytes`` is that of all ranks together."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # with gradients, to_local would add a view to the graph
+        return tensor.to_local()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt.plan import Region
-from dist_ckpt.wrap.oplevel import OpRecorder, compiled_contexts
+from dist_ckpt.wrap.oplevel import compiled_contexts, eager_contexts
 
 _REGION = "_dist_ckpt_region"
 _COMPILED = "_dist_ckpt_compiled_contexts"
@@ -53,7 +53,8 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
         region: Region = self.__dict__[_REGION]
         if not region.save.ops:
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        contexts = self.__dict__[_COMPILED] if torch.compiler.is_compiling() else OpRecorder(region).contexts
+        compiling = torch.compiler.is_compiling()
+        contexts = self.__dict__[_COMPILED] if compiling else functools.partial(eager_contexts, region)
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -1,18 +1,20 @@
 """Op-level regions: which results of a forward are kept while the rest is recomputed.
 
-torch's selective checkpointing does the caching. Added here: rules by name, counted anew in each forward of each
-region; results that the recompute never reaches are not kept; a rule that matches nothing is an error.
+The two contexts here do for eager code what torch's selective checkpointing does, with what policies need besides:
+rules by name, counted anew in each forward of each region; results that the recompute never reaches are not kept; a
+rule that matches nothing is an error. Operations that no rule names pass straight through, so that they cost one
+dictionary look-up instead of a cache entry each.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from dist_ckpt.compat import torch as private
@@ -20,7 +22,29 @@ from dist_ckpt.errors import PlanError
 from dist_ckpt.ops import is_host_copy, resolve_op
 from dist_ckpt.plan import Region
 
-_POLICY = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.MUST_RECOMPUTE}
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""What ``torch.utils.checkpoint`` runs a region's forward and its recompute under."""
+
+_RECOMPUTE = object()
+_USED = object()
+
+
+def eager_contexts(region: Region) -> Contexts:
+    """The contexts of one forward of a region. No count is shared by layers, micro-batches or a later forward."""
+    keeping = Keeping(region)
+    return keeping, Replaying(keeping.storage)
+
+
+def compiled_contexts(region: Region) -> Callable[[], Any]:
+    """The region's ``context_fn`` under ``torch.compile``, where the compiler drops what backward does not need."""
+    rules = _rule_table(region)
+    policies = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.MUST_RECOMPUTE}
+
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        numbers = rules.get(op, ())
+        return policies[region.save.ops[numbers[0]].action] if numbers else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, decide)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -33,48 +57,58 @@ def _rule_table(region: Region) -> Mapping[OpOverload, tuple[int, ...]]:
     return table
 
 
-class OpRecorder:
-    """Decides call by call in one forward of a region, and is its first checkpoint context.
-
-    One object serves one forward: no count is shared by layers, micro-batches or a later forward.
-    """
+class Keeping(TorchDispatchMode):
+    """Runs a region's forward and files the results that its rules keep."""
 
     def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.storage: dict[OpOverload, list[Any]] = {}
+        """For each operator that a rule names, an entry a call: what is kept of it, or a mark to recompute it."""
         self._region = region
         self._rules = _rule_table(region)
         self._matched: set[int] = set()
-        self._kept: list[tuple[Any, int, int]] = []  # cache key, call number, tensors packed before the call
-        self._seen: Counter[OpOverload] = Counter()
+        self._kept: list[tuple[OpOverload, int, int]] = []  # operator, call, tensors packed before the call
+        self._seen: set[Any] = set()
 
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The two contexts for ``torch.utils.checkpoint``: this object for forward, the cache's for the recompute."""
-        self._caching, cached = create_selective_checkpoint_contexts(self._decide)
-        return self, cached
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code inside the region is one operation of its own here, as in torch's own modes."""
+        return True
 
-    def __enter__(self) -> OpRecorder:
+    def __enter__(self) -> Keeping:
         self._frame = private.current_frame()
-        self._caching.__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        self._caching.__exit__(*exception)
+        super().__exit__(*exception)
         if exception[0] is None:
             self._check_rules()
             self._drop_unreached()
-        del self._frame  # the frame holds the recompute context, not this object: no cycle, but no need either
+        del self._frame
 
-    def _decide(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        self._seen[op] += 1
-        for number in self._rules.get(op, ()):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        numbers = self._rules.get(func)
+        if numbers is None:
+            self._seen.add(func)
+        else:
+            self._file(func, numbers, args, kwargs, out)
+        return out
+
+    def _file(self, op: OpOverload, numbers: tuple[int, ...], args: Any, kwargs: Any, out: Any) -> None:
+        calls = self.storage.setdefault(op, [])
+        for number in numbers:
             rule = self._region.save.ops[number]
-            if rule.op == "d2h" and not is_host_copy(args, kwargs, ctx.op_output):
+            if rule.op == "d2h" and not is_host_copy(args, kwargs, out):
                 continue
             self._matched.add(number)
             if rule.action == "save":
-                key, index = private.last_call(self._caching, op, args)
-                self._kept.append((key, index, private.frame_packed_count(self._frame)))
-            return _POLICY[rule.action]
-        return CheckpointPolicy.PREFER_RECOMPUTE
+                self._kept.append((op, len(calls), private.frame_packed_count(self._frame)))
+                calls.append(private.kept_result(out))
+                return
+            break
+        calls.append(_RECOMPUTE)
 
     def _drop_unreached(self) -> None:
         """Frees results of calls that come after the last tensor that backward needs.
@@ -84,29 +118,56 @@ class OpRecorder:
         """
         if private.frame_stops_early(self._frame):
             last = private.frame_packed_count(self._frame)
-            for key, index, packed in self._kept:
+            for op, call, packed in self._kept:
                 if packed == last:
-                    private.drop_cached(self._caching, key, index)
+                    self.storage[op][call] = _RECOMPUTE
 
     def _check_rules(self) -> None:
         rules = self._region.save.ops
-        missing = [rule.op for number, rule in enumerate(rules) if rule.required and number not in self._matched]
+        missing = [r.op for number, r in enumerate(rules) if r.required and number not in self._matched]
         if self._matched and not missing:
             return
         names = ", ".join(missing or [rule.op for rule in rules])
-        seen = ", ".join(f"{op} ({n})" for op, n in self._seen.most_common(12)) or "(none)"
+        seen = ", ".join(sorted(str(op) for op in {*self._seen, *self.storage})) or "(none)"
         raise PlanError(
             f"op rules that matched no call in the forward of {' + '.join(self._region.modules)}: {names}. "
             f"Operations that did run there: {seen}"
         )
 
 
-def compiled_contexts(region: Region) -> Callable[[], Any]:
-    """The region's ``context_fn`` under ``torch.compile``, where the compiler drops what backward does not need."""
-    rules = _rule_table(region)
+class Replaying(TorchDispatchMode):
+    """Runs a region's recompute and hands out what was kept, call by call, once."""
 
-    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        numbers = rules.get(op, ())
-        return _POLICY[region.save.ops[numbers[0]].action] if numbers else CheckpointPolicy.PREFER_RECOMPUTE
+    def __init__(self, storage: dict[OpOverload, list[Any]]) -> None:
+        super().__init__()
+        self.storage = storage
+        self._calls: dict[OpOverload, Iterator[int]] = {}
 
-    return functools.partial(create_selective_checkpoint_contexts, decide)
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As in :class:`Keeping`."""
+        return True
+
+    def __enter__(self) -> Replaying:
+        self._calls = {op: iter(range(len(calls))) for op, calls in self.storage.items()}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        calls = self._calls.get(func)
+        if calls is None:
+            return func(*args, **(kwargs or {}))
+        call = next(calls, None)
+        if call is None:
+            raise RuntimeError(
+                f"{func} runs more often in the recompute than in the forward: the region does not do the same twice"
+            )
+        entry = self.storage[func][call]
+        if entry is _RECOMPUTE:
+            return func(*args, **(kwargs or {}))
+        if entry is _USED:
+            raise RuntimeError(
+                "a second backward through a region with op rules: its kept results are freed by the first one. Use a "
+                "policy without op rules, or run the forward again"
+            )
+        self.storage[func][call] = _USED
+        return private.result_of(entry)
