@@ -1,4 +1,4 @@
-"""The loop on several ranks: resuming, and what validation must not touch."""
+"""The loop on several ranks: resuming, and what validation must not touch. ``tests/faults`` stops real processes."""
 
 from __future__ import annotations
 
@@ -51,10 +51,6 @@ def check_resuming_elsewhere(
     assert [m["step"] for m in lines] == list(range(1, 13))
     assert [m["loss"] for m in lines] == pytest.approx([m["loss"] for m in expected], rel=1e-6)
     assert [m["tokens"] for m in lines] == [m["tokens"] for m in expected]
-
-
-def test_a_stopped_run_resumes_bitwise(ranks: RankGroups, tmp_path: Path) -> None:
-    check_stopping_changes_nothing(ranks, tmp_path, [STEPS, DROPOUT, "engine=fsdp2", "ckpt=selective"])
 
 
 @pytest.mark.full
