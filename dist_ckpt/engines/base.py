@@ -23,13 +23,13 @@ from dist_ckpt.engines.optim import (
     learning_rate,
     set_learning_rate,
 )
-from dist_ckpt.engines.training_state import load_training_state, save_training_state
 from dist_ckpt.errors import EngineError, PlanError
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.memory.owners import Owner, owners_of
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
+from dist_ckpt.states.training_state import load_training_state, save_training_state
 from dist_ckpt.wrap.apply import apply_plan
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dist_ckpt.engines.state_files import open_folder
-from dist_ckpt.engines.training_state import MODEL_PREFIX, read_tensors
 from dist_ckpt.errors import DistCkptError, StateError
+from dist_ckpt.states.files import open_folder
+from dist_ckpt.states.training_state import MODEL_PREFIX, read_tensors
 
 SUFFIX = ".safetensors"
 DESCRIPTION = "Writes the weights of a training state as plain safetensors, under the model's own names."

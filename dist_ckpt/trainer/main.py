@@ -104,8 +104,8 @@ def _run(job: Job, folder: RunFolder | None) -> ExitCode:
 
 def _fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitCode:
     """Records and says what went wrong, unless it is only another rank's end, seen from here."""
-    from dist_ckpt.engines.agreement import OtherRankFailed
     from dist_ckpt.engines.base import NonFiniteError
+    from dist_ckpt.states.agreement import OtherRankFailed
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes twice: from the terminal, then from torchrun
     code = code_of(error)

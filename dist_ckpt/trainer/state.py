@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from dist_ckpt.engines.agreement import on_rank_zero, rank_and_world_size, together
-from dist_ckpt.engines.state_files import is_complete, sync_folder
 from dist_ckpt.errors import ConfigError, StateError
+from dist_ckpt.states.agreement import on_rank_zero, rank_and_world_size, together
+from dist_ckpt.states.files import is_complete, sync_folder
 
 ORDER_FILE = "order.json"
 """Holds a state's number among all that were saved here. Steps do not tell which is newest: a run resumed

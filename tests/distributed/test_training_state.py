@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dist_ckpt.compat.dcp import StateWriter
-from dist_ckpt.engines.agreement import OtherRankFailed, on_rank_zero, together
-from dist_ckpt.engines.training_state import load_training_state, save_training_state
 from dist_ckpt.errors import StateError
+from dist_ckpt.states.agreement import OtherRankFailed, on_rank_zero, together
+from dist_ckpt.states.training_state import load_training_state, save_training_state
 from dist_ckpt.trainer.state import StateStore
 from tests.ranks import RankGroups
 from tests.state_toys import Toy, adamw, assert_same, sharded, train, whole

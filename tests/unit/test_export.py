@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
-from dist_ckpt.engines.training_state import save_training_state
 from dist_ckpt.errors import StateError
+from dist_ckpt.states.training_state import save_training_state
 from dist_ckpt.trainer.export import export_weights, main
 from tests.state_toys import Toy, adamw, train
 

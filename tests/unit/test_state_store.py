@@ -12,8 +12,8 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from dist_ckpt.engines.training_state import load_training_state, save_training_state
 from dist_ckpt.errors import ConfigError, StateError
+from dist_ckpt.states.training_state import load_training_state, save_training_state
 from dist_ckpt.trainer.state import StateStore
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from dist_ckpt.engines.training_state import load_training_state, rng_states, save_training_state
 from dist_ckpt.errors import StateError
+from dist_ckpt.states.training_state import load_training_state, rng_states, save_training_state
 from tests.state_toys import Toy, adamw, assert_same, train, whole
 
 

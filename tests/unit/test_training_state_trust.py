@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from dist_ckpt.compat import dcp
-from dist_ckpt.engines.training_state import load_training_state, save_training_state
 from dist_ckpt.errors import StateError
+from dist_ckpt.states.training_state import load_training_state, save_training_state
 from tests.state_toys import Toy, adamw, train
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dist_ckpt.compat.dcp import METADATA_FILE, read_metadata
-from dist_ckpt.engines.agreement import agreed, on_rank_zero, rank_and_world_size, together
 from dist_ckpt.errors import StateError
+from dist_ckpt.states.agreement import agreed, on_rank_zero, rank_and_world_size, together
 
 RECORD_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"

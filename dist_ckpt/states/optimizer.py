@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from dist_ckpt.engines.state_fit import listed
 from dist_ckpt.errors import StateError
 from dist_ckpt.names import unwrapped_name
+from dist_ckpt.states.fit import listed
 
 Groups = list[list[str]]
 """The names of the parameters in each of an optimizer's groups."""

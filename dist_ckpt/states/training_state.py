@@ -24,12 +24,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dist_ckpt.compat.dcp import StateReader, StateWriter
-from dist_ckpt.engines import optimizer_state
-from dist_ckpt.engines.agreement import agreed, rank_and_world_size, together
-from dist_ckpt.engines.state_files import StateFolder, open_folder, prepare_folder, seal_folder
-from dist_ckpt.engines.state_fit import check_fit
 from dist_ckpt.errors import StateError
 from dist_ckpt.names import unwrap, unwrapped_name
+from dist_ckpt.states import optimizer as optimizer_state
+from dist_ckpt.states.agreement import agreed, rank_and_world_size, together
+from dist_ckpt.states.files import StateFolder, open_folder, prepare_folder, seal_folder
+from dist_ckpt.states.fit import check_fit
 
 MODEL_PREFIX = "model."
 _RNG = "rng"
