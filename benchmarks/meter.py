@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._pairing import paired
 from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
+from dist_ckpt.memory.ledger import owners_of
 from dist_ckpt.memory.meter import MemoryMeter
-from dist_ckpt.memory.owners import owners_of
 from dist_ckpt.planning import make_plan
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.models.init import init_parameters
@@ -35,7 +35,7 @@ SHAPE = (4, 256)
 class Off(MemoryMeter):
     """The same step with the meter's work left out."""
 
-    def saved(self, *roots: torch.Tensor) -> int:
+    def after_forward(self, *roots: torch.Tensor) -> int:
         return 0
 
     def reset(self) -> None:

@@ -80,7 +80,7 @@ def main() -> None:
         table.add_row(
             name + mark,
             f"{cost.saved_bytes / 1e6:.1f}",
-            f"{cost.flops / cost.none_flops:.3f}",
+            f"{cost.flops / cost.baseline_flops:.3f}",
             f"{ratio.median:.3f}",
             f"{ratio.lower_95:.3f} … {ratio.upper_95:.3f}",
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt.cost import PlanCost, plan_cost
     from dist_ckpt.errors import DistCkptError, PlanError
-    from dist_ckpt.memory.meter import MemoryMeter
+    from dist_ckpt.memory.meter import MemoryMeter, gather_report
     from dist_ckpt.memory.records import MemoryReport, RankMemory
     from dist_ckpt.names import named_parameters
     from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
@@ -26,6 +26,7 @@ _HOMES = {
     "PlanError": "errors",
     "MemoryMeter": "memory.meter",
     "MemoryReport": "memory.records",
+    "gather_report": "memory.meter",
     "RankMemory": "memory.records",
     "named_parameters": "names",
     "OpRule": "plan",
@@ -53,6 +54,7 @@ __all__ = [
     "SaveRule",
     "apply",
     "apply_plan",
+    "gather_report",
     "make_plan",
     "named_parameters",
     "plan_cost",

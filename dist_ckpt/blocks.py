@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from dist_ckpt.errors import PlanError, choices
-from dist_ckpt.names import named_children, named_modules, unwrap
+from dist_ckpt.names import named_children, named_modules, own_class, unwrap
 
 
 def find_blocks(model: nn.Module, spec: str | tuple[str, ...] = "auto") -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def glob_match(name: str, pattern: str) -> bool:
 
 def class_name(module: nn.Module) -> str:
     """The module's class as its author named it."""
-    return type(module).__name__
+    return own_class(module).__name__
 
 
 def _repeated_layers(model: nn.Module) -> Iterator[str]:
@@ -61,9 +61,9 @@ def _repeated_layers(model: nn.Module) -> Iterator[str]:
         children = [(f"{prefix}{name}", child) for name, child in named_children(module)]
         blocks: set[str] = set()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            kinds = Counter(type(child) for _, child in children if _is_layer(child))
+            kinds = Counter(own_class(child) for _, child in children if _is_layer(child))
             repeated = {k for k, n in kinds.items() if n > 1 or (len(children) == 1 and prefix)}
-            blocks = {name for name, child in children if type(child) in repeated and _is_layer(child)}
+            blocks = {name for name, child in children if own_class(child) in repeated and _is_layer(child)}
         for name, child in children:
             if name in blocks:
                 yield name
@@ -103,5 +103,5 @@ def _nothing_found(model: nn.Module, spec: str) -> str:
         )
     return (
         f"ckpt.blocks={spec!r} matches no module of {class_name(unwrap(model))}, by class or by name; "
-        f"{choices(spec, counts)}. Classes in the model: {classes}"
+        f"{choices(spec, counts)} (how often: {classes})"
     )

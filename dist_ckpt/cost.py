@@ -30,7 +30,7 @@ from dist_ckpt.names import unwrap
 from dist_ckpt.plan import Plan
 from dist_ckpt.wrap.apply import apply_plan, remove_plan
 
-Batch = Mapping[str, Any] | Sequence[Any] | Tensor
+ModelInput = Mapping[str, Any] | Sequence[Any] | Tensor
 LossFn = Callable[[nn.Module, Any], Tensor]
 """(model, batch) → scalar loss."""
 
@@ -47,25 +47,25 @@ class PlanCost:
     """Of these: results that op rules keep."""
     flops: int
     """Forward, recompute and backward."""
-    none_saved_bytes: int
+    baseline_saved_bytes: int
     """Saved bytes without a policy."""
-    none_flops: int
+    baseline_flops: int
     """FLOPs without a policy."""
     opaque: tuple[str, ...] = ()
     """Graph nodes that may keep more than ``saved_bytes`` says; see :class:`SavedBytes`."""
 
     @property
     def recomputed_flops(self) -> int:
-        return self.flops - self.none_flops
+        return self.flops - self.baseline_flops
 
     def __str__(self) -> str:
-        share = self.saved_bytes / self.none_saved_bytes if self.none_saved_bytes else 1.0
-        extra = self.recomputed_flops / self.none_flops if self.none_flops else 0.0
+        share = self.saved_bytes / self.baseline_saved_bytes if self.baseline_saved_bytes else 1.0
+        extra = self.recomputed_flops / self.baseline_flops if self.baseline_flops else 0.0
         mib = {
             name: f"{count / 2**20:.2f}"
             for name, count in (
                 ("saved", self.saved_bytes),
-                ("none", self.none_saved_bytes),
+                ("none", self.baseline_saved_bytes),
                 ("inputs", self.input_bytes),
                 ("ops", self.cached_bytes),
             )
@@ -78,7 +78,7 @@ class PlanCost:
         )
 
 
-def plan_cost(model: nn.Module, plan: Plan, batch: Batch, loss_fn: LossFn | None = None) -> PlanCost:
+def plan_cost(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn | None = None) -> PlanCost:
     """Saved bytes and FLOPs of a plan on a batch; the model and the batch are not touched.
 
     Args:
@@ -95,8 +95,8 @@ def plan_cost(model: nn.Module, plan: Plan, batch: Batch, loss_fn: LossFn | None
     with_plan = _measure(model, plan, batch, loss_fn)
     without = _measure(model, Plan(), batch, loss_fn) if plan.regions else with_plan
     saved, flops = with_plan
-    none_saved, none_flops = without
-    return PlanCost(saved.total, saved.inputs, saved.cached, flops, none_saved.total, none_flops, saved.opaque)
+    baseline_saved, baseline_flops = without
+    return PlanCost(saved.total, saved.inputs, saved.cached, flops, baseline_saved.total, baseline_flops, saved.opaque)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -114,7 +114,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     return loss if loss.dim() == 0 else loss.sum()
 
 
-def _measure(model: nn.Module, plan: Plan, batch: Batch, loss_fn: LossFn) -> tuple[SavedBytes, int]:
+def _measure(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn) -> tuple[SavedBytes, int]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _device_of(model)
     fake = _fake_copy(model, mode, device)
@@ -154,7 +154,7 @@ def _fake(leaf: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """A deep copy that shares every object but the tensors, which are replaced by fake ones."""
+    """A deep copy in which every tensor is replaced by a fake one, so that no memory is needed."""
     if unwrap(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
         raise PlanError("plan_cost needs the model before sharding and compiling")
     replaced: dict[int, Any] = {}

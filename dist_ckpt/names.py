@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 _WRAPPER_LEVELS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Attribute levels that activation wrappers, FSDP1 and torch.compile put into a name."""
@@ -28,6 +29,16 @@ def unwrap(module: nn.Module) -> nn.Module:
         if inner is None:
             return module
         module = inner
+
+
+class InPlaceWrapper:
+    """Marks classes that stand in for a module's own, so that :func:`own_class` sees through them."""
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module's author gave it, whatever FSDP2 or a plan have put in front of it."""
+    stand_ins = (InPlaceWrapper, FSDPModule)
+    return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, stand_ins))
 
 
 def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -82,9 +82,9 @@ def _operators(name: str) -> tuple[OpOverload, ...]:
     return ()
 
 
-def is_host_copy(args: tuple[object, ...], kwargs: Mapping[str, object], out: object) -> bool:
-    """Whether a copy moved a tensor from an accelerator to host memory."""
-    source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0] if args else None
+def is_host_copy(args: tuple[object, ...], out: object) -> bool:
+    """Whether an ``aten._to_copy`` moved a tensor from an accelerator to host memory."""
+    source = args[0] if args else None
     return (
         isinstance(source, torch.Tensor)
         and isinstance(out, torch.Tensor)

@@ -11,22 +11,33 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from dist_ckpt.errors import PlanError
+from dist_ckpt.errors import PlanError, choices
 
 SCHEMA = 1
+
+Action = Literal["save", "recompute"]
 
 
 @dataclass(frozen=True)
 class OpRule:
     """What happens to the results of one kind of operation inside a region; the first rule that matches wins."""
 
-    action: Literal["save", "recompute"]
+    action: Action
     op: str
     """A logical name (``matmul``, ``attention``, …) or an operator (``aten.mm.default``); see :mod:`dist_ckpt.ops`."""
     required: bool = True
     """A required rule that matched no call in the first forward of its region is an error."""
+
+    def __post_init__(self) -> None:
+        if self.action not in get_args(Action):
+            raise PlanError(
+                f"op rule for {self.op!r}: no action {self.action!r}; {choices(self.action, get_args(Action))}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.op}" + ("" if self.required else " if present")
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,19 @@ class SaveRule:
 
 @dataclass(frozen=True)
 class Region:
-    """One span that is recomputed in backward."""
+    """One span that is recomputed in backward. Every module of a nested region lies inside one of this region."""
 
     modules: tuple[str, ...]
     save: SaveRule = SaveRule()
     inner: tuple[Region, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise PlanError("a region without modules")
+        for region in self.inner:
+            for name in region.modules:
+                if not any(name.startswith(f"{outer}." if outer else "") and name != outer for outer in self.modules):
+                    raise PlanError(f"the nested region {name!r} does not lie inside {' + '.join(self.modules)}")
 
     def walk(self) -> Iterator[Region]:
         """This region and all regions nested in it, outermost first."""
@@ -58,6 +77,8 @@ class Plan:
     blocks: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
     stages: tuple[tuple[str, ...], ...] = ()
+    matched: tuple[tuple[str, int], ...] = ()
+    """For each pattern of the policy, how many modules it matched."""
     unmatched: tuple[str, ...] = ()
     """Blocks in which nothing is recomputed."""
     repairs: tuple[str, ...] = ()
@@ -95,17 +116,21 @@ class Plan:
                 blocks=_names(data["blocks"]),
                 regions=tuple(_region(r) for r in data["regions"]),
                 stages=tuple(_names(s) for s in data["stages"]),
+                matched=tuple((str(pattern), int(count)) for pattern, count in data["matched"]),
                 unmatched=_names(data["unmatched"]),
                 repairs=_names(data["repairs"]),
                 policy=dict(data["policy"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except PlanError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"not a plan: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:
         options = ", ".join(f"{k}={v}" for k, v in self.policy.items() if k != "mode" and v not in (None, "auto"))
         head = f"plan: {self.policy.get('mode', 'none')}" + (f" ({options})" if options else "")
         lines = [f"{head}, {len(self.regions)} regions in {len(self.blocks)} blocks"]
+        lines += [f"  matched    {pattern}: {count} modules" for pattern, count in self.matched]
         lines += [f"  blocks     {name}" for name in fold_names(self.blocks)]
         lines += list(_describe(self.regions, indent="  "))
         lines += [f"  kept whole {name}" for name in fold_names(self.unmatched)]
@@ -141,7 +166,7 @@ def _describe(regions: tuple[Region, ...], indent: str) -> Iterator[str]:
     for region in regions:
         kinds.setdefault(region.save, []).append(region)
     for save, members in kinds.items():
-        kept = ", ".join(f"{rule.action} {rule.op}" for rule in save.ops) or "keep inputs only"
+        kept = ", ".join(map(str, save.ops)) or "keep inputs only"
         names = tuple(" + ".join(fold_names(region.modules)) for region in members)
         for name in fold_names(names):
             yield f"{indent}recompute  {name}  [{kept}]"
@@ -153,8 +178,6 @@ def _names(values: list[str]) -> tuple[str, ...]:
 
 
 def _region(data: Mapping[str, Any]) -> Region:
-    return Region(
-        modules=_names(data["modules"]),
-        save=SaveRule(ops=tuple(OpRule(**rule) for rule in data["save"]["ops"])),
-        inner=tuple(_region(r) for r in data["inner"]),
-    )
+    rules, inner = SaveRule(**data["save"]).ops, data["inner"]  # an unknown field raises TypeError
+    save = SaveRule(ops=tuple(OpRule(**rule) for rule in rules))  # type: ignore[arg-type]
+    return Region(**{**data, "modules": _names(data["modules"]), "save": save, "inner": tuple(map(_region, inner))})

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from dist_ckpt.names import unwrapped_name
+
 
 def fsdp2_params(model: nn.Module) -> Iterator[FSDPParam]:
     """Every sharded parameter of a model, each once."""
@@ -20,7 +22,7 @@ def fsdp2_params(model: nn.Module) -> Iterator[FSDPParam]:
 def fsdp2_unsharded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The unsharded copies that FSDP2 holds now, by parameter name; released ones have an empty storage."""
     for param in fsdp2_params(model):
-        name = param._param_fqn or ""
+        name = unwrapped_name(param._param_fqn or "")
         for output in getattr(param, "all_gather_outputs", ()):
             yield name, output
         unsharded = getattr(param, "_unsharded_param", None)
@@ -32,10 +34,28 @@ def fsdp2_unsharded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def fsdp1_flat_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every flat parameter (this rank's padded shard), with the name of the module it belongs to."""
+    """Every flat parameter, with the name of the module it belongs to."""
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._flat_param is not None:
-            yield name, module._flat_param
+            yield unwrapped_name(name), module._flat_param
+
+
+def fsdp1_shard(flat: nn.Parameter) -> Tensor:
+    """This rank's padded shard of a flat parameter."""
+    shard = getattr(flat, "_local_shard", None)
+    return flat.data if shard is None else shard
+
+
+def fsdp1_shard_grads(flat: nn.Parameter) -> Iterator[Tensor]:
+    """The gradients that a flat parameter holds now, sharded and, between reductions, unsharded."""
+    for grad in (flat.grad, getattr(flat, "_saved_grad_shard", None)):
+        if grad is not None:
+            yield grad
+
+
+def fsdp1_managed(flat: nn.Parameter) -> Iterator[nn.Parameter]:
+    """The model's own parameters that a flat one stands for; they are views into it."""
+    yield from getattr(flat, "_params", None) or ()
 
 
 def fsdp1_unsharded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

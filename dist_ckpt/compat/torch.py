@@ -7,13 +7,14 @@ frame of a non-reentrant checkpoint with its op-level cache. Both are reached th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
 class UnsupportedTorch(RuntimeError):
@@ -21,7 +22,7 @@ class UnsupportedTorch(RuntimeError):
 
 
 def saved_tensors(node: Any, attributes: dict[type, tuple[str, ...]]) -> Iterator[Any]:
-    """The ``SavedTensor`` handles of one autograd node, without unpacking any of them.
+    """What one autograd node keeps, without unpacking it: ``SavedTensor`` handles, and plain tensors.
 
     Args:
         attributes: a memo of the handles' attribute names by node type, kept by the caller for one walk.
@@ -36,6 +37,8 @@ def saved_tensors(node: Any, attributes: dict[type, tuple[str, ...]]) -> Iterato
             yield from (one for one in handle if one is not None)
         elif handle is not None:
             yield handle
+    # The node of a custom Function is its ctx, and some keep tensors as plain attributes of it.
+    yield from (leaf for leaf in tree_leaves(getattr(node, "__dict__", None) or {}) if isinstance(leaf, Tensor))
 
 
 def is_opaque(node: Any) -> bool:
@@ -66,19 +69,23 @@ def _frame_in(hook: Any) -> Any | None:
     """Frames live in the closures of the hooks that ``_checkpoint_hook`` makes (torch/utils/checkpoint.py)."""
     if not getattr(hook, "__qualname__", "").startswith("_checkpoint_hook.__init__"):
         return None
-    wrapped = _captured(hook, "unpack_hook")  # with an error callback the hook wraps the one that holds the frame
-    frame = _captured(wrapped or hook, "frame")
-    if frame is None:
-        raise UnsupportedTorch(f"torch {torch.__version__}: a checkpoint's hooks hold no frame")
-    return frame
+    if "unpack_hook" in hook.__code__.co_freevars:  # with an error callback it wraps the one that holds the frame
+        hook = _captured(hook, "unpack_hook")
+    return _captured(hook, "frame")
 
 
-def _captured(function: Any, name: str) -> Any | None:
-    """The value that a function's closure has for a variable; ``None`` if it has none."""
+def _captured(function: Any, name: str) -> Any:
+    """The value that a function's closure has for a variable, ``None`` where it was never assigned.
+
+    Raises:
+        UnsupportedTorch: the closure has no such variable, so this torch is built otherwise.
+    """
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if name not in cells:
+        raise UnsupportedTorch(f"torch {torch.__version__}: {function.__qualname__} holds no {name!r}")
     try:
         return cells[name].cell_contents
-    except (KeyError, ValueError):  # no such variable, or one that was never assigned
+    except ValueError:
         return None
 
 
@@ -122,3 +129,17 @@ def kept_result(out: Any) -> Any:
 def result_of(entry: Any) -> Any:
     """The result again; raises RuntimeError if a tensor was edited in place since it was kept."""
     return tree_map(lambda x: x.get_val(allow_cache_entry_mutation=False), entry)
+
+
+def checked_contexts(decide: Callable[..., Any], check: Callable[[], None]) -> Any:
+    """torch's selective-checkpoint contexts for compiled code, with a check when the traced forward ends."""
+    caching, cached = create_selective_checkpoint_contexts(decide)
+
+    class Checked(type(caching)):  # type: ignore[misc]
+        def __exit__(self, *exception: Any) -> None:
+            super().__exit__(*exception)
+            if exception[0] is None:
+                check()
+
+    caching.__class__ = Checked
+    return caching, cached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,13 +20,11 @@ from dist_ckpt.blocks import find_blocks
 from dist_ckpt.engines.optim import (
     OptimizerOptions,
     build_optimizer,
-    is_finite,
     learning_rate,
-    set_learning_rate,
 )
-from dist_ckpt.errors import EngineError, PlanError
+from dist_ckpt.errors import DataError, EngineError, PlanError
+from dist_ckpt.memory.ledger import Owner, owners_of
 from dist_ckpt.memory.meter import MemoryMeter
-from dist_ckpt.memory.owners import Owner, owners_of
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
@@ -34,7 +33,7 @@ from dist_ckpt.wrap.apply import apply_plan
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is not finite. Raised on every rank alike."""
+    """The loss or the gradient norm is not finite. Raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,8 @@ class Engine(Protocol):
     """The contract between engines and everything above."""
 
     model: nn.Module
+    memory: RankMemory | None
+    """This rank's memory at the last boundary that was measured."""
 
     def refuses(self, plan: Plan) -> list[str]:
         """Why this engine cannot run the plan; pure, before any process group."""
@@ -80,8 +81,8 @@ class Engine(Protocol):
         """Applies the plan, then compiles, shards and builds the optimizer."""
         ...
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """One update over this rank's micro-batches."""
+    def train_step(self, micro_batches: Sequence[Batch], measure: bool = False) -> StepResult:
+        """One update over this rank's micro-batches; with ``measure`` also reads ``memory`` at its boundary."""
         ...
 
     def eval_loss(self, batches: Iterable[Batch]) -> float:
@@ -111,6 +112,9 @@ class DataParallelEngine(ABC):
 
     name: ClassVar[str]
     default_accum_sync: ClassVar[Literal["every", "boundary"]]
+    accumulates_unsharded: ClassVar[bool] = False
+    """Whether gradients that wait for the boundary are whole on each rank, though parameters are sharded."""
+    takes_replicas: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -127,8 +131,8 @@ class DataParallelEngine(ABC):
         self.optimizer: Optimizer
         self.meter: MemoryMeter
         self.memory: RankMemory | None = None
-        """This rank's memory at the last boundary that was asked for."""
         self.step = 0
+        self._trained_numel = 0
 
     @abstractmethod
     def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
@@ -143,22 +147,39 @@ class DataParallelEngine(ABC):
         """Clips to a global norm and returns the norm before."""
 
     def accumulation_cost_bytes(self) -> int:
-        """What reducing at the boundary only keeps on this rank beyond reducing each micro-batch."""
-        return 0
+        """What this rank holds of unsharded fp32 gradients until the boundary, once prepared."""
+        waits = self.options.accum_sync == "boundary" and self.accumulates_unsharded
+        return 4 * self._trained_numel if waits else 0
 
     def refuses(self, plan: Plan) -> list[str]:
-        return [f"{self.name} has no pipeline stages"] if plan.stages else []
+        """Why this engine cannot run the plan with its options; pure, before any process group."""
+        problems = [f"{self.name} has no pipeline stages"] if plan.stages else []
+        if self.options.replicas > 1 and not self.takes_replicas:
+            problems.append(f"engine.replicas={self.options.replicas} is an option of fsdp2, not of {self.name}")
+        return problems
 
     def prepare(self, model: nn.Module, plan: Plan) -> None:
+        """Applies the plan, then compiles, shards and builds the optimizer.
+
+        What is sharded and compiled are the model's own blocks, whatever blocks the policy names: a policy must not
+        change how ranks communicate.
+
+        Raises:
+            PlanError: the engine refuses the plan, or the plan does not fit the model.
+            EngineError: the model is distributed already, or has no blocks to compile.
+        """
         if problems := self.refuses(plan):
             raise PlanError("; ".join(problems))
         _refuse_other_meshes(model)
-        blocks = plan.blocks or _blocks_if_any(model)
+        blocks = _blocks_if_any(model) or plan.blocks
         apply_plan(model, plan)
         modules = dict(model.named_modules())
         if self.options.compile:
+            if not blocks:
+                raise EngineError("train.compile: compiles block by block, and this model has no list of blocks")
             for name in blocks:
                 modules[name].compile()
+        self._trained_numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.model = self.shard(model, blocks)
         self.model.train()
         self.optimizer = build_optimizer(named_parameters(self.model), self.options.optimizer)
@@ -171,21 +192,22 @@ class DataParallelEngine(ABC):
             measure: whether to read this rank's memory at the boundary, into ``memory``.
 
         Raises:
-            NonFiniteError: on every rank, before the weights change.
+            DataError: no token of the update has a target.
+            NonFiniteError: the loss or the norm is not finite. Both on every rank, before the weights change.
         """
         world = dist.get_world_size()
         # The divisor has to be known before the first backward: dividing each micro-batch by its own tokens would
         # give the tokens of short ones more weight.
         tokens = int(self._sum_over_ranks(sum(count_targets(b) for b in micro_batches)))
         if tokens == 0:
-            raise NonFiniteError(f"step {self.step + 1}: no token of the update has a target")
+            raise DataError(f"step {self.step + 1}: no token of the whole update has a target")
         every = (self.options.accum_sync or self.default_accum_sync) == "every"
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches):
             with self.reduction(every or number == len(micro_batches) - 1):
                 with self._autocast():
                     loss = self._loss_sum(self.model, {k: v.to(self.device) for k, v in batch.items()})
-                self.meter.saved(loss)
+                self.meter.after_forward(loss)
                 total += loss.detach()
                 (loss * (world / tokens)).backward()  # engines average over ranks
             del loss
@@ -195,10 +217,11 @@ class DataParallelEngine(ABC):
             self.meter.reset()
         mean = self._sum_over_ranks(float(total)) / tokens
         norm = self.clip_gradients(self.options.clip if self.options.clip is not None else float("inf"))
-        if not is_finite(mean, norm):
+        if not (math.isfinite(mean) and math.isfinite(norm)):
             raise NonFiniteError(f"step {self.step + 1}: loss {mean}, gradient norm {norm}")
         rate = learning_rate(self.step, self.options.optimizer)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -206,6 +229,7 @@ class DataParallelEngine(ABC):
 
     @torch.no_grad()
     def eval_loss(self, batches: Iterable[Batch]) -> float:
+        """Mean loss per token over every rank's batches, in nats; nothing is recomputed or kept."""
         self.model.eval()
         total, tokens = 0.0, 0
         for batch in batches:

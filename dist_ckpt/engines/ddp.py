@@ -23,7 +23,9 @@ class DDPEngine(DataParallelEngine):
     def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
         materialize(model, self.device, self._initialize)
         # With gradients as views of the buckets these are no second copy, and every byte has an owner.
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # Buffers that are no part of the state (rotary tables) are equal on all ranks, so none are sent each forward.
+        persistent = any(m._buffers.keys() - m._non_persistent_buffers_set for m in model.modules())
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=persistent)
 
     def reduction(self, reduce: bool) -> AbstractContextManager[Any]:
         return nullcontext() if reduce else self.model.no_sync()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from dist_ckpt.engines.base import DataParallelEngine, materialize
-from dist_ckpt.names import named_parameters
+from dist_ckpt.plan import Plan
 
 
 class FSDP1Engine(DataParallelEngine):
@@ -20,6 +20,7 @@ class FSDP1Engine(DataParallelEngine):
 
     name = "fsdp1"
     default_accum_sync = "every"
+    accumulates_unsharded = True
     model: FullyShardedDataParallel
 
     def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
@@ -40,5 +41,11 @@ class FSDP1Engine(DataParallelEngine):
     def clip_gradients(self, max_norm: float) -> float:
         return float(self.model.clip_grad_norm_(max_norm))
 
-    def accumulation_cost_bytes(self) -> int:
-        return 4 * sum(p.numel() for _, p in named_parameters(self.model))
+    def refuses(self, plan: Plan) -> list[str]:
+        problems = super().refuses(plan)
+        if self.options.precision == "bf16" and self.options.accum_sync == "boundary":
+            problems.append(
+                "fsdp1 accumulates unreduced gradients in bf16: use train.accum_sync=every, train.precision=fp32, or "
+                "engine=fsdp2, which accumulates them in fp32"
+            )
+        return problems

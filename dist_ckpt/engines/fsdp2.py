@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.engines.base import DataParallelEngine, materialize
-from dist_ckpt.engines.optim import total_norm
 from dist_ckpt.errors import EngineError
 from dist_ckpt.names import named_parameters
 
@@ -23,6 +22,8 @@ class FSDP2Engine(DataParallelEngine):
 
     name = "fsdp2"
     default_accum_sync = "every"
+    accumulates_unsharded = True
+    takes_replicas = True
     model: FSDPModule  # type: ignore[assignment]
 
     def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
@@ -59,11 +60,7 @@ class FSDP2Engine(DataParallelEngine):
 
     def clip_gradients(self, max_norm: float) -> float:
         parameters = [p for _, p in named_parameters(self.model)]  # type: ignore[arg-type]
-        norm = total_norm(parameters)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return float(norm)
-
-    def accumulation_cost_bytes(self) -> int:
-        parameters = [p for _, p in named_parameters(self.model)]  # type: ignore[arg-type]
-        return sum(4 * int(p.numel()) for p in parameters)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
@@ -39,7 +38,7 @@ def decays(name: str) -> bool:
 
 
 def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], options: OptimizerOptions) -> Optimizer:
-    """AdamW over two groups, with and without weight decay; fused where torch has a fused kernel for the device.
+    """AdamW with two parameter groups, with and without weight decay, fused where torch can.
 
     The fused kernel needs no transient memory, the ``foreach`` one as much as the parameters.
 
@@ -54,7 +53,7 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], options: Opt
         {"params": kept, "weight_decay": 0.0},
     ]
     fused = all(p.device.type in ("cpu", "cuda") for _, p in trained)
-    # The rate is a tensor nowhere and set before each step: state that resumes is the moments alone.
+    # The engine sets the learning rate before each step, so a saved state needs the moments alone.
     return AdamW(
         [group for group in groups if group["params"]],
         lr=options.lr,
@@ -75,20 +74,3 @@ def learning_rate(step: int, options: OptimizerOptions) -> float:
     progress = min((step - options.warmup_steps) / span, 1.0)
     floor = options.lr * options.min_lr_ratio
     return floor + (options.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Gives every group the same rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def is_finite(*values: float) -> bool:
-    """Whether none is infinite or NaN."""
-    return all(math.isfinite(v) for v in values)
-
-
-def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Euclidean norm of all gradients, over every rank where they are sharded (DTensor)."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    return torch.nn.utils.get_total_norm(grads)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dist_ckpt.compat import torch as private
+from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.memory.storages import Storages
 
 
@@ -29,7 +29,7 @@ class SavedBytes:
     """Of the total: results in op-level caches, where nothing else keeps them."""
     opaque: tuple[str, ...] = ()
     """Graph nodes that may keep more, out of Python's sight: in-place operations on views outside of recomputed
-    regions (``CopySlices``), and custom Functions in C++."""
+    regions (``CopySlices``), custom Functions in C++, and hooks that pack tensors into something else."""
 
 
 def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor]) -> SavedBytes:
@@ -64,9 +64,9 @@ class _Walk:
         frames: list[Any] = []
         while pending:
             node = pending.pop()
-            for handle in private.saved_tensors(node, self._attributes):
+            for handle in torch_private.saved_tensors(node, self._attributes):
                 self._keep(handle, frames)
-            if private.is_opaque(node):
+            if torch_private.is_opaque(node):
                 self.opaque.add(node.name().removeprefix("torch::autograd::"))
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
@@ -74,10 +74,10 @@ class _Walk:
                     pending.append(following)
         # Frames last: what the graph keeps itself is not the frames' doing. The list grows: frames nest.
         for frame in frames:
-            for item in private.frame_inputs(frame):
+            for item in torch_private.frame_inputs(frame):
                 self.inputs += self._keep(item, frames)
         for frame in frames:
-            self.cached += sum(self.kept.add(t, unless_in=self.resident) for t in private.frame_cache(frame))
+            self.cached += sum(self.kept.add(t, unless_in=self.resident) for t in torch_private.frame_cache(frame))
 
     def _keep(self, item: Any, frames: list[Any]) -> int:
         """Counts one saved tensor or handle; a handle of a checkpoint leads to its frame instead."""
@@ -88,14 +88,16 @@ class _Walk:
             if not isinstance(tensor, Tensor) or _is_weight_copy(tensor):
                 return 0
             return self.kept.add(tensor, unless_in=self.resident)
-        frame = private.frame_of(item)
+        frame = torch_private.frame_of(item)
         if frame is not None:
             if id(frame) not in self._frames:
                 self._frames[id(frame)] = frame
                 frames.append(frame)
             return 0
-        # Somebody else's hooks (save_on_cpu, quantisation): what they packed is what is kept.
+        # Somebody else's hooks (save_on_cpu, quantization): what they packed is what is kept.
         tensors = [leaf for leaf in tree_leaves(item.data) if isinstance(leaf, Tensor)]
+        if not tensors:
+            self.opaque.add(f"tensors packed by {getattr(item.unpack_hook, '__qualname__', 'unknown')} hooks")
         return sum(self.kept.add(tensor, unless_in=self.resident) for tensor in tensors)
 
 

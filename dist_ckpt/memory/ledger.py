@@ -1,11 +1,76 @@
-"""The ledger: bytes by category, each storage counted once."""
+"""The ledger: who owns a rank's lasting memory, and how many bytes that is by category, each storage counted once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Literal, get_args
 
-from dist_ckpt.memory.owners import CATEGORIES, Category, Owner
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from dist_ckpt.compat import fsdp
 from dist_ckpt.memory.storages import Storages
+from dist_ckpt.names import named_buffers, named_parameters
+
+Category = Literal["params", "grads", "optimizer", "other"]
+"""``optimizer``: moments and fp32 master weights (arXiv:1910.02054, section 3.1); ``other``: buffers, communication
+buckets, unsharded copies."""
+
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+Owner = tuple[Category, str, Tensor]
+"""(category, name as in the plain model, this rank's tensor)."""
+
+
+def owners_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
+    """Every owner of a plain, DDP, FSDP1 or FSDP2 model. A storage may appear under several owners."""
+    yield from resident_of(model)
+    yield from _grads(model)
+    yield from _optimizer_state(model, optimizer)
+
+
+def resident_of(model: nn.Module) -> Iterator[Owner]:
+    """Owners that are alive whatever is trained: parameters, buffers and unsharded copies."""
+    flat_parameters = list(fsdp.fsdp1_flat_parameters(model))
+    for name, flat in flat_parameters:
+        yield "params", name, fsdp.fsdp1_shard(flat)
+    # Views into a flat parameter: of this rank's shard at rest, of the unsharded copy within a step.
+    views = {id(p) for _, flat in flat_parameters for p in fsdp.fsdp1_managed(flat)}
+    for name, parameter in named_parameters(model):
+        yield "other" if id(parameter) in views else "params", name, local(parameter)
+    for name, buffer in named_buffers(model):
+        yield "other", name, local(buffer)
+    for name, copy in (*fsdp.fsdp1_unsharded(model), *fsdp.fsdp2_unsharded(model)):
+        yield "other", f"{name} (unsharded)", copy
+
+
+def _grads(model: nn.Module) -> Iterator[Owner]:
+    for name, flat in fsdp.fsdp1_flat_parameters(model):
+        for grad in fsdp.fsdp1_shard_grads(flat):
+            yield "grads", name, grad
+    for name, parameter in named_parameters(model):
+        if parameter.grad is not None:
+            yield "grads", name, local(parameter.grad)
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
+    names = {id(parameter): name for name, parameter in named_parameters(model)}
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        name = names.get(id(parameter), "a parameter outside the model")
+        for leaf in tree_leaves(state):
+            if isinstance(leaf, Tensor):
+                yield "optimizer", name, local(leaf)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: a DTensor's ``nbytes`` is that of all ranks together."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # with gradients, to_local would add a view to the graph
+        return tensor.to_local()
 
 
 def ledger(owners: Iterable[Owner]) -> dict[Category, int]:

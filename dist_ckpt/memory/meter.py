@@ -5,7 +5,7 @@
     meter = MemoryMeter(model, optimizer)
     for step, batch in enumerate(batches):
         loss = loss_fn(model, batch)
-        meter.saved(loss)                      # after forward, before backward
+        meter.after_forward(loss)              # before backward
         loss.backward()
         del loss
         memory = meter.boundary(step)          # before the optimizer step
@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dist_ckpt.memory.activations import saved_bytes
-from dist_ckpt.memory.ledger import ledger
-from dist_ckpt.memory.owners import Owner, owners_of, resident_of
+from dist_ckpt.memory.ledger import Owner, ledger, owners_of, resident_of
 from dist_ckpt.memory.records import MemoryReport, RankMemory
 
 
@@ -47,25 +46,26 @@ class MemoryMeter:
     ) -> None:
         self._model = model
         self._owners = owners or (lambda: owners_of(model, optimizer))
-        self._activations = 0
+        self._activations: int | None = None
         self.opaque: tuple[str, ...] = ()
         """Autograd nodes met so far that may keep more than ``activations`` says; see :class:`SavedBytes`."""
 
-    def saved(self, *roots: Tensor) -> int:
+    def after_forward(self, *roots: Tensor) -> int:
         """Reads what the graph of ``roots`` keeps for backward, in bytes, and remembers the step's peak.
 
         To be called after each forward and before its backward, with the loss (or with all outputs that backward
         starts from).
         """
         found = saved_bytes(roots, (tensor for _, _, tensor in resident_of(self._model)))
-        self._activations = max(self._activations, found.total)
+        self._activations = max(self._activations or 0, found.total)
         self.opaque = tuple(sorted({*self.opaque, *found.opaque}))
         return found.total
 
     def boundary(self, step: int) -> RankMemory:
         """This rank's memory at the boundary of a step; the peaks start anew."""
-        bytes_of = ledger(self._owners())
-        device = next((t.device for _, _, t in self._owners()), torch.device("cpu"))
+        owners = list(self._owners())
+        bytes_of = ledger(owners)
+        device = next((tensor.device for _, _, tensor in owners), torch.device("cpu"))
         rank = dist.get_rank() if dist.is_initialized() else 0
         memory = RankMemory(
             rank=rank,
@@ -85,7 +85,7 @@ class MemoryMeter:
 
     def reset(self) -> None:
         """Starts a new step: forgets the peak of saved bytes."""
-        self._activations = 0
+        self._activations = None
 
 
 def gather_report(memory: RankMemory) -> MemoryReport:

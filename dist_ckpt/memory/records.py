@@ -25,8 +25,9 @@ class RankMemory:
     """Moments and fp32 master weights."""
     other: int
     """Buffers, communication buckets, unsharded copies."""
-    activations: int
-    """The step's peak of saved bytes: what forward left for backward, in the worst micro-batch."""
+    activations: int | None
+    """The step's peak of saved bytes: what forward left for backward, in the worst micro-batch. ``None`` if no forward
+    of the step was measured."""
     stage: int | None = None
     """Pipeline stage; ``None`` without a pipeline."""
     live: int | None = None
@@ -50,8 +51,10 @@ class RankMemory:
         return None if self.live is None else self.live - owned
 
     @property
-    def accounted(self) -> int:
-        """Sum of the categories' maxima, activations included: an upper bound of what is known."""
+    def accounted(self) -> int | None:
+        """The categories at the boundary and the peak of activations together, which never coincide: an upper bound."""
+        if self.activations is None:
+            return None
         return self.params + self.grads + self.optimizer + self.activations + self.other
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +72,14 @@ class MemoryReport:
     @property
     def heaviest(self) -> RankMemory:
         """The rank with the most memory: by the allocator's peak where there is one, else by what is accounted."""
-        return max(self.ranks, key=lambda r: r.peak if r.peak is not None else r.accounted)
+        return max(self.ranks, key=lambda r: r.peak if r.peak is not None else r.accounted or 0)
+
+    def __str__(self) -> str:
+        columns = ("rank", "params", "grads", "optimizer", "activations", "other", "accounted", "peak")
+        unit = byte_unit([getattr(r, c) for r in self.ranks for c in columns[1:]])
+        rows = [[str(r.rank), *(format_bytes(getattr(r, c), unit) for c in columns[1:])] for r in self.ranks]
+        lines = ["".join(f"{cell:>13}" for cell in row) for row in (columns, *rows)]
+        return "\n".join([f"memory per rank at step {self.step}, {unit}", *lines])
 
     def to_dict(self) -> dict[str, Any]:
         return {"step": self.step, "ranks": [r.to_dict() for r in self.ranks]}

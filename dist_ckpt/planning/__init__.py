@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from dist_ckpt.blocks import find_blocks
-from dist_ckpt.plan import Plan, Region
+from dist_ckpt.plan import Plan
 from dist_ckpt.planning.every_k import plan_every_k
 from dist_ckpt.planning.full import plan_full
+from dist_ckpt.planning.planned import Planned
 from dist_ckpt.planning.selective import plan_selective
 from dist_ckpt.planning.selective_attention import plan_selective_attention
 from dist_ckpt.policy import (
@@ -24,8 +25,8 @@ from dist_ckpt.policy import (
     policy_from,
 )
 
-Planner = Callable[[nn.Module, tuple[str, ...], Any], tuple[Region, ...]]
-"""(model, names of its blocks, policy) → regions."""
+Planner = Callable[[nn.Module, tuple[str, ...], Any], Planned]
+"""(model, names of its blocks, policy) → regions and matches."""
 
 _PLANNERS: Mapping[type[Policy], Planner] = types.MappingProxyType(
     {
@@ -50,7 +51,14 @@ def make_plan(model: nn.Module, policy: str | Mapping[str, Any] | Policy | None)
     if not isinstance(asked, BlockPolicy):
         return Plan(policy=asked.to_dict())
     blocks = find_blocks(model, asked.blocks)
-    regions = _PLANNERS[type(asked)](model, blocks, asked)
-    covered = tuple(name for region in regions for name in region.modules)
-    unmatched = tuple(b for b in blocks if not any(c == b or c.startswith(f"{b}.") for c in covered))
-    return Plan(blocks=blocks, regions=regions, unmatched=unmatched, policy=asked.to_dict())
+    planned = _PLANNERS[type(asked)](model, blocks, asked)
+    covered = [name for region in planned.regions for name in region.modules]
+    specs = (asked.blocks,) if isinstance(asked.blocks, str) else asked.blocks
+    matched = {f"blocks={spec}": len(find_blocks(model, spec)) for spec in specs} | dict(planned.matched)
+    return Plan(
+        blocks=blocks,
+        regions=planned.regions,
+        matched=tuple(matched.items()),
+        unmatched=tuple(b for b in blocks if not any(c == b or c.startswith(f"{b}.") for c in covered)),
+        policy=asked.to_dict(),
+    )

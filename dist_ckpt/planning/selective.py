@@ -6,18 +6,19 @@ from torch import nn
 
 from dist_ckpt.ops import resolve_op
 from dist_ckpt.plan import OpRule, Region, SaveRule
+from dist_ckpt.planning.planned import Planned
 from dist_ckpt.policy import SelectivePolicy
 
 DEFAULT_SAVE = ("matmul", "convolution", "attention", "collective", "topk", "d2h")
-"""What is dear to recompute: arithmetic that grows faster than the bytes kept, and everything that communicates or
-waits for the host. ``topk`` is kept because a routing that flips in the recompute changes gradients."""
+"""What is expensive to recompute: arithmetic that grows faster than the bytes kept, and everything that communicates
+or waits for the host. ``topk`` is kept because a routing that flips in the recompute changes gradients."""
 
 
-def plan_selective(model: nn.Module, blocks: tuple[str, ...], policy: SelectivePolicy) -> tuple[Region, ...]:
+def plan_selective(model: nn.Module, blocks: tuple[str, ...], policy: SelectivePolicy) -> Planned:
     """Every block recomputes all but what the rules keep; raises PlanError for an unknown operation."""
     names = DEFAULT_SAVE if policy.save is None else policy.save
     for name in names:
         resolve_op(name)
     # No model has every kind of operation, so single default rules may match nothing; what a user names must occur.
     rules = SaveRule(tuple(OpRule("save", name, required=policy.save is not None) for name in names))
-    return tuple(Region((block,), rules) for block in blocks)
+    return Planned(tuple(Region((block,), rules) for block in blocks))

@@ -10,12 +10,11 @@ from dist_ckpt.blocks import class_name, glob_match
 from dist_ckpt.errors import PlanError, choices
 from dist_ckpt.names import named_modules
 from dist_ckpt.plan import Region, fold_names
+from dist_ckpt.planning.planned import Planned
 from dist_ckpt.policy import SelectiveAttentionPolicy
 
 
-def plan_selective_attention(
-    model: nn.Module, blocks: tuple[str, ...], policy: SelectiveAttentionPolicy
-) -> tuple[Region, ...]:
+def plan_selective_attention(model: nn.Module, blocks: tuple[str, ...], policy: SelectiveAttentionPolicy) -> Planned:
     """The chosen modules of each block recompute whole; raises PlanError for a glob that matches nothing."""
     inside = {
         f"{block}.{name}": (name, module)
@@ -26,6 +25,7 @@ def plan_selective_attention(
     }
     patterns = (policy.modules,) if isinstance(policy.modules, str) else policy.modules
     chosen: set[str] = set()
+    matched = {}
     for pattern in patterns:
         found = {
             full
@@ -35,8 +35,9 @@ def plan_selective_attention(
         if not found:
             raise PlanError(_nothing_found(pattern, blocks, [name for name, _ in inside.values()]))
         chosen |= found
+        matched[f"modules={pattern}"] = len(found)
     outermost = {name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)}
-    return tuple(Region((name,)) for name in inside if name in outermost)
+    return Planned(tuple(Region((name,)) for name in inside if name in outermost), matched)
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:

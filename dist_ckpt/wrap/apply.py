@@ -20,7 +20,7 @@ from dist_ckpt.names import named_modules, unwrap
 from dist_ckpt.plan import Plan, Region
 from dist_ckpt.planning import make_plan
 from dist_ckpt.policy import Policy
-from dist_ckpt.wrap.module import is_recomputed, keep_module, recompute_module
+from dist_ckpt.wrap.module import is_recomputed, recompute_module, restore_module
 
 
 def apply(model: nn.Module, policy: str | Mapping[str, Any] | Policy | None) -> Plan:
@@ -51,6 +51,8 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
     modules = dict(named_modules(model))
     chosen: dict[nn.Module, Region] = {}
     for region in plan.all_regions():
+        if len(region.modules) > 1:
+            raise PlanError(f"the region {' + '.join(region.modules)} has several modules, which is not supported yet")
         for name in region.modules:
             if name not in modules:
                 raise PlanError(
@@ -74,10 +76,14 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
 
 
 def remove_plan(model: nn.Module) -> None:
-    """Undoes :func:`apply_plan`: every activation is kept again."""
+    """Undoes :func:`apply_plan`: every activation is kept again.
+
+    Raises:
+        PlanError: the model was sharded by FSDP2 since.
+    """
     for module in model.modules():
         if is_recomputed(module):
-            keep_module(module)
+            restore_module(module)
 
 
 def _refuse_second_application(model: nn.Module) -> None:

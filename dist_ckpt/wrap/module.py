@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dist_ckpt.errors import PlanError
+from dist_ckpt.names import InPlaceWrapper, own_class
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.oplevel import compiled_contexts, eager_contexts
 
@@ -25,19 +28,22 @@ _CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"pr
 """Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
 
 
-class Recomputed:
+class Recomputed(InPlaceWrapper):
     """Mixed in before a module's own class by :func:`recompute_module`."""
 
     def extra_repr(self) -> str:
         region: Region = self.__dict__[_REGION]
-        kept = ", ".join(f"{rule.action} {rule.op}" for rule in region.save.ops)
+        kept = ", ".join(map(str, region.save.ops))
         mark = "recomputed" + (f": {kept}" if kept else "")
         return ", ".join(filter(None, (super().extra_repr(), mark)))  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class below has no importable name: pickle and deepcopy rebuild it from the module's own class.
-        state = {key: value for key, value in self.__dict__.items() if key not in (_REGION, _COMPILED)}
-        return _rebuild, (own_class(self), self.__dict__[_REGION]), state  # type: ignore[arg-type]
+        # The class made below has no importable name: pickle and deepcopy make the plain module, then this one of it.
+        make, arguments, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
+        plain = tuple(own_class(self) if a is type(self) else a for a in arguments)  # type: ignore[arg-type]
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {key: value for key, value in rest[0].items() if key not in (_REGION, _COMPILED)}
+        return (rebuild, (make, plain, self.__dict__[_REGION]), *rest)
 
 
 @functools.cache
@@ -61,22 +67,15 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (Recomputed, cls), {**names, "forward": forward})
 
 
-def _rebuild(cls: type[nn.Module], region: Region) -> nn.Module:
-    new = _recomputed_class(cls)  # type: ignore[arg-type]
-    module = new.__new__(new)
-    _remember(module, region)
-    return module
+def rebuild(make: Callable[..., nn.Module], arguments: tuple[Any, ...], region: Region) -> nn.Module:
+    """Makes a pickled or copied module that recomputes; pickles name this function."""
+    return recompute_module(make(*arguments), region)
 
 
 def _remember(module: nn.Module, region: Region) -> None:
     module.__dict__[_REGION] = region
     # Made now, because a compiler that traces the forward cannot look up operators by name.
     module.__dict__[_COMPILED] = compiled_contexts(region) if region.save.ops else None
-
-
-def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module's author gave it."""
-    return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, Recomputed))
 
 
 def recompute_module(module: nn.Module, region: Region) -> nn.Module:
@@ -94,10 +93,17 @@ def recompute_module(module: nn.Module, region: Region) -> nn.Module:
     return module
 
 
-def keep_module(module: nn.Module) -> None:
-    """Undoes :func:`recompute_module`."""
+def restore_module(module: nn.Module) -> None:
+    """Undoes :func:`recompute_module`.
+
+    Raises:
+        PlanError: the module was sharded since, by FSDP2, whose class stands before this one.
+    """
+    stand_in, *bases = type(module).__bases__
+    if stand_in is not Recomputed:
+        raise PlanError(f"a {own_class(module).__name__} was sharded since: remove its plan before sharding")
+    module.__class__ = bases[0]
     del module.__dict__[_REGION], module.__dict__[_COMPILED]
-    module.__class__ = own_class(module)
 
 
 def is_recomputed(module: nn.Module) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
-from dist_ckpt.compat import torch as private
+from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.errors import PlanError
 from dist_ckpt.ops import is_host_copy, resolve_op
-from dist_ckpt.plan import Region
+from dist_ckpt.plan import OpRule, Region
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What ``torch.utils.checkpoint`` runs a region's forward and its recompute under."""
@@ -35,16 +35,49 @@ def eager_contexts(region: Region) -> Contexts:
     return keeping, Replaying(keeping.storage)
 
 
-def compiled_contexts(region: Region) -> Callable[[], Any]:
+def compiled_contexts(region: Region) -> Callable[[], Contexts]:
     """The region's ``context_fn`` under ``torch.compile``, where the compiler drops what backward does not need."""
-    rules = _rule_table(region)
-    policies = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.MUST_RECOMPUTE}
+    return functools.partial(_compiled_contexts, region)
+
+
+def _compiled_contexts(region: Region) -> Contexts:
+    """Runs while the region is traced, so that a rule that matches nothing stops the compilation."""
+    table, matched, seen = _rule_table(region), set[int](), set[Any]()
 
     def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        numbers = rules.get(op, ())
-        return policies[region.save.ops[numbers[0]].action] if numbers else CheckpointPolicy.PREFER_RECOMPUTE
+        seen.add(op)
+        for number in table.get(op, ()):
+            rule = region.save.ops[number]
+            if _applies(rule, args, ctx.op_output):
+                matched.add(number)
+                return CheckpointPolicy.MUST_SAVE if rule.action == "save" else CheckpointPolicy.MUST_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return functools.partial(create_selective_checkpoint_contexts, decide)
+    return torch_private.checked_contexts(decide, lambda: check_rules(region, matched, seen))
+
+
+def _applies(rule: OpRule, args: Any, out: Any) -> bool:
+    """Whether a rule that names a call's operator is about this call: copies count where they go to the host."""
+    return rule.op != "d2h" or is_host_copy(args, out)
+
+
+def check_rules(region: Region, matched: set[int], seen: set[Any]) -> None:
+    """Raises PlanError if a rule matched no call in a forward of its region.
+
+    Args:
+        matched: numbers of the rules that did match.
+        seen: the operators that ran, for the message.
+    """
+    rules = region.save.ops
+    missing = [r.op for number, r in enumerate(rules) if r.required and number not in matched]
+    if matched and not missing:
+        return
+    names = ", ".join(missing or [rule.op for rule in rules])
+    ran = ", ".join(sorted(map(str, seen))) or "(none)"
+    raise PlanError(
+        f"op rules that matched no call in the forward of {' + '.join(region.modules)}: {names}. "
+        f"Operations that did run there: {ran}"
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,13 +109,13 @@ class Keeping(TorchDispatchMode):
         return True
 
     def __enter__(self) -> Keeping:
-        self._frame = private.current_frame()
+        self._frame = torch_private.current_frame()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if exception[0] is None:
-            self._check_rules()
+            check_rules(self._region, self._matched, {*self._seen, *self.storage})
             self._drop_unreached()
         del self._frame
 
@@ -93,19 +126,19 @@ class Keeping(TorchDispatchMode):
         if numbers is None:
             self._seen.add(func)
         else:
-            self._file(func, numbers, args, kwargs, out)
+            self._file(func, numbers, args, out)
         return out
 
-    def _file(self, op: OpOverload, numbers: tuple[int, ...], args: Any, kwargs: Any, out: Any) -> None:
+    def _file(self, op: OpOverload, numbers: tuple[int, ...], args: Any, out: Any) -> None:
         calls = self.storage.setdefault(op, [])
         for number in numbers:
             rule = self._region.save.ops[number]
-            if rule.op == "d2h" and not is_host_copy(args, kwargs, out):
+            if not _applies(rule, args, out):
                 continue
             self._matched.add(number)
             if rule.action == "save":
-                self._kept.append((op, len(calls), private.frame_packed_count(self._frame)))
-                calls.append(private.kept_result(out))
+                self._kept.append((op, len(calls), torch_private.frame_packed_count(self._frame)))
+                calls.append(torch_private.kept_result(out))
                 return
             break
         calls.append(_RECOMPUTE)
@@ -116,23 +149,11 @@ class Keeping(TorchDispatchMode):
         The recompute stops there, so it never asks for them: the last matrix product of an MLP, whose output is only
         added to the residual stream, is the common case.
         """
-        if private.frame_stops_early(self._frame):
-            last = private.frame_packed_count(self._frame)
+        if torch_private.frame_stops_early(self._frame):
+            last = torch_private.frame_packed_count(self._frame)
             for op, call, packed in self._kept:
                 if packed == last:
                     self.storage[op][call] = _RECOMPUTE
-
-    def _check_rules(self) -> None:
-        rules = self._region.save.ops
-        missing = [r.op for number, r in enumerate(rules) if r.required and number not in self._matched]
-        if self._matched and not missing:
-            return
-        names = ", ".join(missing or [rule.op for rule in rules])
-        seen = ", ".join(sorted(str(op) for op in {*self._seen, *self.storage})) or "(none)"
-        raise PlanError(
-            f"op rules that matched no call in the forward of {' + '.join(self._region.modules)}: {names}. "
-            f"Operations that did run there: {seen}"
-        )
 
 
 class Replaying(TorchDispatchMode):
@@ -170,4 +191,4 @@ class Replaying(TorchDispatchMode):
                 "policy without op rules, or run the forward again"
             )
         self.storage[func][call] = _USED
-        return private.result_of(entry)
+        return torch_private.result_of(entry)

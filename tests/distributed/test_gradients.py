@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
-from dist_ckpt.errors import EngineError
-from dist_ckpt.names import named_parameters
+from dist_ckpt.errors import EngineError, PlanError
+from dist_ckpt.names import named_parameters, unwrapped_name
+from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.models.init import init_parameters
 from dist_ckpt.trainer.models.llama import Transformer
+from dist_ckpt.wrap.apply import remove_plan
 from tests.distributed.training import SMALL, Job, build_engine, rows_of
 from tests.ranks import RankGroups
 
@@ -135,3 +137,45 @@ def prepare_tensor_parallel(rank: int, world: int) -> str:
 def test_tensor_parallel_models_are_refused_by_name(ranks: RankGroups) -> None:
     for message in ranks(2).run(prepare_tensor_parallel):
         assert "'layers.0.feed_forward.w1.weight'" in message and "mesh dimensions tp" in message
+
+
+def refusal(name: str, **options: Any) -> list[str]:
+    engine = ENGINES[name](TrainingOptions(**options), torch.device("cpu"), lambda m, b: m(**b))
+    return engine.refuses(Plan())
+
+
+def test_options_that_an_engine_cannot_keep_are_refused() -> None:
+    assert "option of fsdp2" in refusal("ddp", replicas=2)[0] and "option of fsdp2" in refusal("fsdp1", replicas=2)[0]
+    assert "in bf16" in refusal("fsdp1", precision="bf16", accum_sync="boundary")[0]
+    assert refusal("fsdp2", precision="bf16", accum_sync="boundary", replicas=2) == []
+
+
+def units_and_cost(rank: int, world: int, job: Job) -> tuple[list[str], int]:
+    engine = build_engine(job)
+    kinds = (FullyShardedDataParallel, FSDPModule)
+    return [unwrapped_name(n) for n, m in engine.model.named_modules() if isinstance(m, kinds)], (
+        engine.accumulation_cost_bytes()
+    )
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_a_policy_does_not_choose_what_is_sharded(ranks: RankGroups, engine: str) -> None:
+    narrow = {"mode": "full", "blocks": "layers.0"}
+    waits = {"accum_sync": "boundary"}
+    (without, nothing), (with_policy, _) = (ranks(2).run(units_and_cost, Job(engine, p))[0] for p in ("none", narrow))
+    assert without == with_policy == ["", "layers.0", "layers.1", "layers.2"] and nothing == 0
+    whole = sum(p.numel() for p in Transformer(ModelConfig(**SMALL)).parameters())
+    assert ranks(2).run(units_and_cost, Job(engine, options=waits))[0][1] == 4 * whole
+
+
+def remove_after_sharding(rank: int, world: int) -> str:
+    engine = build_engine(Job("fsdp2", "full"))
+    try:
+        remove_plan(engine.model)
+    except PlanError as error:
+        return str(error)
+    return "removed"
+
+
+def test_a_plan_is_not_removed_from_under_fsdp2(ranks: RankGroups) -> None:
+    assert all("remove its plan before sharding" in message for message in ranks(2).run(remove_after_sharding))

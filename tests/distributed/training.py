@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dist_ckpt.batch import IGNORE_INDEX
 from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
 from dist_ckpt.engines.optim import OptimizerOptions
-from dist_ckpt.memory.owners import local
+from dist_ckpt.memory.ledger import local
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
 from dist_ckpt.planning import make_plan

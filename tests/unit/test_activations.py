@@ -95,6 +95,28 @@ def test_what_an_in_place_edit_of_a_view_keeps_is_said_to_be_out_of_sight() -> N
     assert saved_bytes([wrapped(torch.randn(2, 3, 4)).sum()], model.parameters()).total == 2 * 3 * 4 * 4
 
 
+def test_tensors_that_a_custom_function_keeps_as_attributes_count() -> None:
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = {"scale": x + 1}
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    x = torch.randn(8, 4, requires_grad=True)
+    assert saved_bytes([Keeps.apply(x).sum()], [x]).total == 8 * 4 * 4
+
+
+def test_hooks_that_pack_into_something_unknown_are_named() -> None:
+    model = nn.Linear(4, 4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(), torch.from_numpy):
+        loss = model(torch.randn(2, 4)).sum()
+    assert "hooks" in saved_bytes([loss], model.parameters()).opaque[0]
+
+
 def test_a_keyword_tensor_of_a_region_counts() -> None:
     block = nn.Linear(4, 4)
 
@@ -129,7 +151,7 @@ def test_an_in_place_edit_still_raises_with_the_meter_on(policy: str) -> None:
     meter = MemoryMeter(model)
     hidden = torch.sigmoid(model[0](torch.randn(2, 8)))
     loss = model[1](hidden).sum()
-    assert meter.saved(loss) > 0
+    assert meter.after_forward(loss) > 0
     hidden.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -142,7 +164,7 @@ def test_nothing_survives_the_loss() -> None:
     alive = weakref.ref(hidden)
     loss = model[1](hidden).sum()
     del hidden
-    meter.saved(loss)
+    meter.after_forward(loss)
     gc.disable()  # reference counts alone have to free the graph: a cycle would keep activations until a collection
     try:
         del loss
@@ -157,7 +179,7 @@ def test_the_meter_adds_no_operation() -> None:
     meter = MemoryMeter(model)
     loss = model(torch.randn(2, 3, 16)).sum()
     with profile() as recorded:
-        meter.saved(loss)
+        meter.after_forward(loss)
     assert [event.name for event in recorded.events() if event.name.startswith("aten::")] == []
     loss.backward()
     with profile() as recorded:
@@ -170,7 +192,8 @@ def test_peak_is_the_worst_micro_batch_of_a_step() -> None:
     meter = MemoryMeter(model)
     for rows in (2, 5, 3):
         loss = model(torch.randn(rows, 4)).exp().sum()
-        meter.saved(loss)
+        meter.after_forward(loss)
         loss.backward()
     assert meter.boundary(1).activations == 5 * 4 * 4 * 2  # input and result of exp
-    assert meter.boundary(2).activations == 0
+    after = meter.boundary(2)
+    assert after.activations is after.accounted is None  # nothing was measured: no figure, and no 0

@@ -102,7 +102,7 @@ def test_flops_follow_the_closed_formula(mode: str) -> None:
     model = Transformer(config)
     cost = plan_cost(model, make_plan(model, mode), batch_for(config))
     formula = Formula(config)
-    assert cost.none_flops == formula.none_flops
+    assert cost.baseline_flops == formula.none_flops
     assert cost.recomputed_flops == formula.recomputed_flops(mode)
 
 
@@ -171,9 +171,9 @@ def test_nothing_of_the_model_or_the_generators_is_touched() -> None:
 
 
 def test_cost_prints_shares() -> None:
-    text = str(
-        PlanCost(saved_bytes=2**20, input_bytes=0, cached_bytes=0, flops=150, none_saved_bytes=2**22, none_flops=100)
-    )
+    common = {"input_bytes": 0, "cached_bytes": 0}
+    cost = PlanCost(saved_bytes=2**20, flops=150, baseline_saved_bytes=2**22, baseline_flops=100, **common)
+    text = str(cost)
     assert "25.0%" in text and "recomputes 50 FLOPs (+50.0%" in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from dist_ckpt.ops import LOGICAL_OPS, resolve_op
 from dist_ckpt.plan import OpRule, Plan, Region, SaveRule, fold_names
 from dist_ckpt.planning import make_plan
 from dist_ckpt.policy import POLICIES, EveryKPolicy, NoPolicy, SelectivePolicy, policy_from
+from dist_ckpt.wrap.apply import apply
 from tests.unit.toys import EncoderDecoder, Residual, Stack
 
 
@@ -159,8 +161,37 @@ def test_a_nested_plan_survives_json_and_prints_its_levels() -> None:
     plan = Plan(blocks=("a.0", "a.1"), regions=(Region(("a.0", "a.1"), inner=(inner,)),), policy={"mode": "nested"})
     assert Plan.from_json(plan.to_json()) == plan
     assert "recompute  a.{0-1}  [keep inputs only]" in str(plan)
-    assert "    recompute  a.0.x  [recompute mm, save matmul]" in str(plan)
+    assert "    recompute  a.0.x  [recompute mm if present, save matmul]" in str(plan)
     assert list(plan.all_regions()) == [plan.regions[0], inner]
+
+
+def test_a_plan_says_what_each_pattern_matched() -> None:
+    policy = {"mode": "selective_attention", "modules": ["attention", "mlp"], "blocks": ["Block", "blocks.0"]}
+    plan = make_plan(Stack(3), policy)
+    assert plan.matched == (("blocks=Block", 3), ("blocks=blocks.0", 1), ("modules=attention", 3), ("modules=mlp", 3))
+    assert "  matched    modules=mlp: 3 modules" in str(plan)
+
+
+def test_blocks_are_found_in_a_model_that_has_a_plan() -> None:
+    model = Stack(3)
+    apply(model, EveryKPolicy(k=3))
+    assert find_blocks(model) == find_blocks(Stack(3)) == find_blocks(model, "Block")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["regions"][0]["save"]["ops"][0].update(action="offload"), "no action 'offload'"),
+        (lambda d: d["regions"][0]["save"].update(inputs="offload"), "not a plan.*inputs"),
+        (lambda d: d["regions"][0].update(modules=[]), "without modules"),
+        (lambda d: d["regions"][0].update(inner=[dict(d["regions"][1], save={"ops": []})]), "does not lie inside"),
+    ],
+)
+def test_a_plan_with_a_field_that_would_do_nothing_is_refused(change: Any, message: str) -> None:
+    data = json.loads(make_plan(Stack(), SelectivePolicy(save=("mm",))).to_json())
+    change(data)
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "blocks": 3}'])

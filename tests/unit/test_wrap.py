@@ -85,6 +85,34 @@ def kept(model: nn.Module) -> int:
     return saved_bytes([model(X).sum()], model.parameters()).total
 
 
+class Slotted(nn.Module):
+    """A block that can only be pickled its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.handle = lambda x: x.tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.handle(self.fc(x)).exp()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "handle"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.handle = lambda x: x.tanh()
+
+
+def test_a_block_is_pickled_its_own_way() -> None:
+    model = nn.Sequential(Slotted(), Slotted())
+    apply(model, {"mode": "full", "blocks": "Slotted"})
+    twin = pickle.loads(pickle.dumps(model))
+    x = torch.randn(2, 8)
+    assert torch.equal(twin(x), model(x)) and isinstance(twin[0], Slotted)
+    assert saved_bytes([twin(x).sum()], twin.parameters()).total == 2 * x.nbytes
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_paid_in_eval_or_without_gradients(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stack(policy, p=0.0)
@@ -203,6 +231,8 @@ def test_what_cannot_be_recomputed_is_an_error() -> None:
         apply(stack(), {"mode": "full", "blocks": "blocks"})
     with pytest.raises(PlanError, match=r"names 'blocks.7'.*did you mean 'blocks"):
         apply_plan(stack(), Plan(regions=(Region(("blocks.7",)),)))
+    with pytest.raises(PlanError, match="several modules"):
+        apply_plan(stack(), Plan(regions=(Region(("blocks.0", "blocks.1")),)))
     with pytest.raises(PlanError, match="two regions"):
         apply_plan(stack(), Plan(regions=(Region(("blocks.0",)), Region(("blocks.0",)))))
 
@@ -285,3 +315,22 @@ def test_a_second_backward_through_kept_results_raises_and_through_full_regions_
     kept_loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second backward through a region with op rules"):
         kept_loss.backward()
+
+
+def test_compiled_blocks_keep_their_rules() -> None:
+    """A rule that matches nothing stops the compilation; only copies to the host count as such."""
+    model = stack({"mode": "selective", "save": ["convolution"]})
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    with pytest.raises(Exception, match=r"matched no call in the forward of blocks\.0: convolution"):
+        model(X)
+    torch._dynamo.reset()
+    saved = []
+    for save in (None, ["matmul"]):
+        casting = stack({"mode": "selective", "save": save})
+        for block in casting.blocks:
+            block.compile(backend="aot_eager")
+        with torch.autocast("cpu", torch.bfloat16):
+            saved.append(saved_bytes([casting(X).float().sum()], casting.parameters()).total)
+        torch._dynamo.reset()
+    assert saved[0] == saved[1]

@@ -157,10 +157,13 @@ class Transformer(nn.Module):
         if labels is None:
             return self.output(x)
         x, labels = x.flatten(0, 1), labels.flatten()
-        if self.config.loss is Loss.full or not torch.is_grad_enabled():
+        if self.config.loss is Loss.full:
             return _token_loss(self.output, x, labels)
         pieces = zip(x.split(self.config.loss_chunk), labels.split(self.config.loss_chunk), strict=True)
-        losses = [checkpoint(_token_loss, self.output, *piece, use_reentrant=False) for piece in pieces]
+        if torch.is_grad_enabled():
+            losses = [checkpoint(_token_loss, self.output, *piece, use_reentrant=False) for piece in pieces]
+        else:
+            losses = [_token_loss(self.output, *piece) for piece in pieces]
         return torch.stack(losses).sum()
 
 
