@@ -1,4 +1,4 @@
-"""What the user asks for: one small frozen dataclass a mode.
+"""What the user asks for: one small frozen dataclass per mode.
 
 A policy says nothing about a particular model. :func:`dist_ckpt.make_plan` turns it into a
 :class:`~dist_ckpt.plan.Plan`, which does.
@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Union
+from typing import Annotated, Any, ClassVar
 
 from dist_ckpt.errors import PlanError, choices
+from dist_ckpt.typed import Checked, Range
 
 
 @dataclass(frozen=True)
-class Policy:
-    """Base of all policies; ``mode`` is the name used in configurations and on the command line."""
+class Policy(Checked):
+    """Base of all policies; ``mode`` is the name used in configurations and on the command line.
 
+    Raises:
+        PlanError: an option of the wrong type, or out of range.
+    """
+
+    section: ClassVar[str] = "ckpt"
+    error: ClassVar[type[PlanError]] = PlanError
     mode: ClassVar[str] = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -37,7 +43,7 @@ class NoPolicy(Policy):
 
 @dataclass(frozen=True)
 class BlockPolicy(Policy):
-    """What policies that work block by block share."""
+    """Base of the policies that work block by block."""
 
     blocks: str | tuple[str, ...] = "auto"
     """Which modules are the blocks: ``auto`` (repeated layers of the model's own lists), a class name
@@ -47,33 +53,29 @@ class BlockPolicy(Policy):
 
 @dataclass(frozen=True)
 class FullPolicy(BlockPolicy):
-    """Recompute each block whole; only its inputs are kept. Least memory that one level gives."""
+    """Recompute each block as a whole; only its inputs are kept. The least memory without nesting."""
 
     mode: ClassVar[str] = "full"
 
 
 @dataclass(frozen=True)
 class EveryKPolicy(BlockPolicy):
-    """Recompute one block in ``k`` whole and keep the others."""
+    """Recompute every ``k``-th block as a whole and keep the others."""
 
     mode: ClassVar[str] = "every_k"
 
-    k: int = 2
-    """Blocks 0, k, 2k, … are recomputed; early blocks first, because their activations live longest."""
-
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise PlanError(f"ckpt.k must be at least 1, not {self.k} (1 recomputes every block, as mode 'full')")
+    k: Annotated[int, Range(least=1)] = 2
+    """Blocks 0, k, 2k, … are recomputed: the first block too, because its activations live longest. 1 is ``full``."""
 
 
 @dataclass(frozen=True)
 class SelectivePolicy(BlockPolicy):
-    """Inside each block keep the results of operations that are dear to recompute and recompute the rest.
+    """Inside each block, keep the results of operations that are expensive to recompute and recompute the rest.
 
-    Kept by default: matrix products, convolutions, attention kernels, collectives, ``topk`` (a routing that flips in
-    the recompute would change gradients) and copies to the host. A kept result that the
-    recompute never reaches (the last matrix product of an MLP, whose output no backward formula reads) is dropped
-    when the block's forward ends, so it costs nothing.
+    Kept by default: matrix products, convolutions, attention kernels, collectives, ``topk`` (a routing decision that
+    changed in the recompute would change gradients) and copies to the host. A kept result that the recompute never
+    needs (the last matrix product of an MLP, whose output no backward formula reads) is dropped when the block's
+    forward ends, so it costs nothing.
     """
 
     mode: ClassVar[str] = "selective"
@@ -83,24 +85,24 @@ class SelectivePolicy(BlockPolicy):
     ``topk``, ``d2h``) or operators (``mm``, ``aten.mm``, ``torch.ops.aten.mm.default``). Each must occur in the
     blocks. null: all of the logical names, of which at least one must occur."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.save is not None and not self.save:
-            raise PlanError("ckpt.save is empty: with nothing kept, ask for mode 'full' instead")
+            raise PlanError("ckpt.save is empty: mode 'full' is the one that keeps nothing")
 
 
 @dataclass(frozen=True)
 class SelectiveAttentionPolicy(BlockPolicy):
     """Recompute chosen modules inside each block, by default its attention, and keep the rest.
 
-    Pays where the attention materialises its (seq × seq) scores; a fused attention kernel keeps little that could
-    be saved, and ``selective`` is then the better choice.
+    Worthwhile where attention materializes its (seq × seq) scores. A fused attention kernel keeps so little that there
+    is little to gain; ``selective`` is then the better choice.
     """
 
     mode: ClassVar[str] = "selective_attention"
 
     modules: str | tuple[str, ...] = "auto"
-    """Globs over module names relative to the block (``attention``, ``mlp.*``). ``auto`` finds the outermost modules
-    whose name or class speaks of attention. Each glob must match in at least one block."""
+    """Globs over module names relative to the block (``attention``, ``mlp.*``). ``auto``: the outermost modules
+    whose name or class contains ``attn`` or ``attention``. Each glob must match in at least one block."""
 
 
 POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
@@ -110,7 +112,7 @@ POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
 
 
 def policy_from(spec: str | Mapping[str, Any] | Policy | None) -> Policy:
-    """A policy from what people write.
+    """A policy from any of the ways to write one.
 
     Args:
         spec: a mode name (``"selective"``), a mapping with ``mode`` and that mode's options (a dict or an OmegaConf
@@ -129,19 +131,23 @@ def policy_from(spec: str | Mapping[str, Any] | Policy | None) -> Policy:
         raise PlanError(f"a policy is a mode name, a mapping or a Policy object, not {type(spec).__name__}")
     options = {str(k): spec[k] for k in spec}
     mode = options.pop("mode", None)
-    if mode is None:
-        raise PlanError(
-            f"ckpt has options ({', '.join(options)}) but no mode. Valid modes: {', '.join(sorted(POLICIES))}"
-        )
-    cls = _policy_class(str(mode))
-    hints = typing.get_type_hints(cls)
-    valid = [f.name for f in dataclasses.fields(cls)]
+    cls = Policy if mode is None else _policy_class(str(mode))
+    valid = _options(cls)
     for key in options:
         if key not in valid:
-            owners = [m for m, c in POLICIES.items() if key in {f.name for f in dataclasses.fields(c)}]
-            other = f" (it is an option of {', '.join(owners)})" if owners else ""
-            raise PlanError(f"ckpt.{key}: no option of mode {mode!r}{other}; {choices(key, valid)}")
-    return cls(**{key: _typed(f"ckpt.{key}", value, hints[key]) for key, value in options.items()})
+            owners = [name for name, policy in POLICIES.items() if key in _options(policy)]
+            whose = f"an option of {', '.join(owners)}" if owners else ""
+            if mode is not None:
+                other = f" (it is {whose})" if owners else ""
+                raise PlanError(f"ckpt.{key}: no option of mode {mode!r}{other}; {choices(key, valid)}")
+            names = owners or [name for name in POLICIES if name != NoPolicy.mode]
+            raise PlanError(
+                f"ckpt.{key}: no policy is chosen{f', and this is {whose}' * bool(owners)}; set mode: "
+                f"{' or '.join(f'+ckpt={name}' for name in names)} on the command line"
+            )
+    if mode is None:
+        raise PlanError(f"a policy needs a mode. Valid: {', '.join(sorted(POLICIES))}")
+    return cls(**options)
 
 
 def _policy_class(mode: str) -> type[Policy]:
@@ -151,24 +157,5 @@ def _policy_class(mode: str) -> type[Policy]:
         raise PlanError(f"ckpt: no mode {mode!r}; {choices(mode, POLICIES)}") from None
 
 
-def _typed(where: str, value: Any, hint: Any) -> Any:
-    """``value`` as ``hint`` wants it: lists of strings become tuples; nothing else is converted."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        value = tuple(value)
-    alternatives = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for alternative in alternatives:
-        if typing.get_origin(alternative) is tuple:
-            if isinstance(value, tuple) and all(isinstance(v, str) for v in value):
-                return value
-        elif type(value) is alternative:  # exact: True is no int here
-            return value
-    wanted = " or ".join(_describe(a) for a in alternatives)
-    raise PlanError(f"{where}: expected {wanted}, not {value!r}")
-
-
-def _describe(hint: Any) -> str:
-    if hint is type(None):
-        return "null"
-    if typing.get_origin(hint) is tuple:
-        return "a list of strings"
-    return {int: "an integer", str: "a string", bool: "true or false", float: "a number"}.get(hint, str(hint))
+def _options(cls: type[Policy]) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]

@@ -35,15 +35,18 @@ def test_no_policy_means_none() -> None:
 MISTAKES: list[tuple[Any, str]] = [
     ("selectve", "did you mean 'selective'"),
     ({"mode": "ful"}, "did you mean 'full'"),
-    ({"k": 2}, "no mode"),
+    ({"k": 2}, r"ckpt.k: no policy is chosen, and this is an option of every_k; set mode"),
+    ({}, "needs a mode. Valid: every_k, full, none"),
+    ({"kk": 2}, r"ckpt.kk: no policy is chosen; set mode"),
+    ({"mode": "full", "blocks": [1]}, "must be a string or a list of strings"),
     ({"mode": "full", "k": 2}, "an option of every_k"),
     ({"mode": "every_k", "kk": 2}, "did you mean 'k'"),
-    ({"mode": "every_k", "k": "2"}, "expected an integer, not '2'"),
-    ({"mode": "every_k", "k": True}, "expected an integer, not True"),
+    ({"mode": "every_k", "k": "2"}, "ckpt.k='2': must be an integer"),
+    ({"mode": "every_k", "k": True}, "ckpt.k=true: must be an integer"),
     ({"mode": "every_k", "k": 0}, "at least 1"),
-    ({"mode": "selective", "save": "mm"}, "expected a list of strings or null"),
+    ({"mode": "selective", "save": "mm"}, "ckpt.save=mm: must be a list of strings or null"),
     ({"mode": "selective", "save": []}, "ckpt.save is empty"),
-    ({"mode": "full", "blocks": 3}, "expected a string or a list of strings"),
+    ({"mode": "full", "blocks": 3}, "ckpt.blocks=3: must be a string or a list of strings"),
     (3, "not int"),
 ]
 
@@ -52,6 +55,12 @@ MISTAKES: list[tuple[Any, str]] = [
 def test_mistakes_in_a_policy_name_the_choices(spec: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         policy_from(spec)
+
+
+def test_a_policy_made_in_python_is_checked_too() -> None:
+    assert SelectivePolicy(save=["mm"]) == policy_from({"mode": "selective", "save": ("mm",)})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"ckpt.k=2.5: must be an integer"):
+        EveryKPolicy(k=2.5)  # type: ignore[arg-type]
 
 
 def test_blocks_are_the_repeated_composite_layers() -> None:
