@@ -1,4 +1,4 @@
-"""Everything that a training run can be told, as typed dataclasses, and how they are read and written."""
+"""Every option of a training run, as typed dataclasses, and how they are read and written."""
 
 from __future__ import annotations
 
@@ -7,41 +7,36 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dist_ckpt.errors import ConfigError
-from dist_ckpt.policy import POLICIES, NoPolicy, Policy
-from dist_ckpt.trainer.checks import check_values
+from dist_ckpt.errors import ConfigError, choices
+from dist_ckpt.policy import NoPolicy, Policy
+from dist_ckpt.trainer.checks import check_sections
 from dist_ckpt.trainer.data.config import DataConfig
+from dist_ckpt.trainer.keys import build, leaves
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.overrides import compose_overrides, parse_yaml
-from dist_ckpt.trainer.typed import build, leaves
-
-
-class Choice(str, Enum):
-    """A value with a fixed set of names. It compares, prints and formats as its name."""
-
-    def __str__(self) -> str:
-        return str(self.value)
+from dist_ckpt.typed import Checked, Choice, Interval, Positive, Range, Size
 
 
 class Precision(Choice):
-    """Numbers that forward and backward compute with; weights, optimizer and reductions are fp32 in both."""
+    """Number format of forward and backward; weights, optimizer and reductions are fp32 in both."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 class AccumSync(Choice):
-    """When the ranks reduce gradients that are accumulated over several micro-batches."""
+    """When the ranks reduce the gradients of an update with several micro-batches."""
 
     every = "every"
-    """After each micro-batch: under FSDP gradients stay sharded."""
+    """After each micro-batch: under FSDP, gradients stay sharded."""
     boundary = "boundary"
-    """Once per update: less traffic, but under FSDP each rank holds whole gradients until then."""
+    """Once per update: less traffic, but under FSDP each rank holds unsharded gradients until then."""
 
 
 class EngineName(Choice):
@@ -61,83 +56,105 @@ class DeviceType(Choice):
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Checked):
     """Batches, optimizer, precision, saving and evaluation."""
 
-    steps: int = 60
-    """Updates of the weights."""
-    micro_batch: int = 4
-    """Sequences that a rank works on at a time; activation memory grows with it."""
-    grad_accum: int | None = None
-    """Micro-batches per update on each rank. null: 1, or what ``global_batch`` asks for."""
-    global_batch: int | None = None
+    section: ClassVar[str] = "train"
+
+    steps: Size = 60
+    """Number of updates."""
+    micro_batch: Size = 4
+    """Sequences that a rank processes at a time; activation memory grows with it."""
+    grad_accum: Size | None = None
+    """Micro-batches per update on each rank. null: 1, or what ``global_batch`` requires."""
+    global_batch: Size | None = None
     """Sequences per update over all ranks. null: micro_batch · ranks · grad_accum."""
-    seq_len: int = 128
-    """Tokens a row; at most ``model.max_seq_len``."""
-    lr: float = 3e-3
+    seq_len: Size = 128
+    """Tokens per sequence; at most ``model.max_seq_len``."""
+    lr: Positive = 3e-3
     """Peak learning rate of AdamW."""
-    min_lr_ratio: float = 0.1
-    """Share of ``lr`` that the cosine ends at."""
-    warmup_steps: int = 10
+    min_lr_ratio: Annotated[float, Range(least=0, most=1)] = 0.1
+    """Fraction of ``lr`` at the end of the cosine schedule."""
+    warmup_steps: Interval = 10
     """Updates over which the learning rate rises linearly."""
-    weight_decay: float = 0.1
-    """AdamW's decoupled decay; norms and other parameters without decay are left out."""
-    beta1: float = 0.9
-    """Decay of AdamW's mean of gradients."""
-    beta2: float = 0.95
-    """Decay of AdamW's mean of squared gradients."""
-    optimizer_eps: float = 1e-8
-    """Added to the root of the latter."""
-    clip: float | None = 1.0
-    """Largest global gradient norm. null: no clipping."""
-    seed: int = 0
-    """Of initial weights, the order of the data and dropout."""
+    weight_decay: Annotated[float, Range(least=0)] = 0.1
+    """Decoupled weight decay of AdamW; not applied to norms and biases."""
+    beta1: Annotated[float, Range(least=0, below=1)] = 0.9
+    """Decay of AdamW's running mean of gradients."""
+    beta2: Annotated[float, Range(least=0, below=1)] = 0.95
+    """Decay of AdamW's running mean of squared gradients."""
+    optimizer_eps: Positive = 1e-8
+    """Added to the denominator of AdamW's update."""
+    clip: Positive | None = 1.0
+    """Largest global gradient norm; larger gradients are scaled down. null: no clipping."""
+    seed: Annotated[int, Range(least=0, below=2**32)] = 0
+    """Seed of the initial weights, the order of the data, and dropout."""
     precision: Precision = Precision.fp32
     compile: bool = False
-    """Whether the model is compiled by ``torch.compile``."""
-    save_every: int = 0
-    """Updates between saved training states, and one at the end. 0: only after a SIGTERM."""
-    keep: int = 2
-    """Newest training states that are kept; older ones are removed."""
+    """Whether each block is compiled by ``torch.compile``."""
+    save_every: Interval = 0
+    """Updates between saved training states; one more is saved at the end. 0: save only after SIGTERM."""
+    keep: Size = 2
+    """How many training states are kept; older ones are removed."""
     resume: str | None = None
-    """``auto``: the newest complete training state of ``run_dir``, if any; or a ``step_N`` folder's path."""
-    eval_every: int = 0
-    """Updates between validations. 0: none."""
-    eval_batches: int = 4
+    """``auto``: the newest complete training state in ``run_dir``, if any; otherwise a ``step_N`` folder's path."""
+    eval_every: Interval = 0
+    """Updates between validations. 0: no validation."""
+    eval_batches: Size = 4
     """Micro-batches on each rank per validation."""
     accum_sync: AccumSync | None = None
     """null: ``boundary`` for ddp, ``every`` for fsdp1 and fsdp2."""
 
+    def check(self) -> None:
+        if self.resume not in (None, "auto") and not re.fullmatch(r"step_\d+", PurePath(self.resume).name):
+            raise ConfigError(
+                f"train.resume={self.resume}: is not a step_N folder; {choices(self.resume, ('auto', 'null'))}, "
+                "or the path of one, such as outputs/mine/states/step_40"
+            )
+
 
 @dataclass
-class EngineConfig:
+class EngineConfig(Checked):
     """How the model is sharded and stepped."""
+
+    section: ClassVar[str] = "engine"
 
     name: EngineName = EngineName.fsdp2
     """Set by the group: ``engine=ddp``."""
-    replicas: int = 1
-    """fsdp2: groups of ranks, each with the whole model, sharded inside it (HSDP); divides the ranks."""
+    replicas: Size = 1
+    """fsdp2: groups of ranks that each hold the whole model, sharded within the group (HSDP). Must divide the number of
+    ranks."""
+
+    def check(self) -> None:
+        if self.replicas > 1 and self.name is not EngineName.fsdp2:
+            raise ConfigError(
+                f"engine.replicas={self.replicas}: is an option of engine=fsdp2, not of engine={self.name}"
+            )
 
 
 @dataclass
-class DeviceConfig:
+class DeviceConfig(Checked):
     """Where the ranks compute."""
+
+    section: ClassVar[str] = "device"
 
     type: DeviceType = DeviceType.auto
     """Set by the group: ``device=cpu``."""
 
 
 @dataclass
-class ReportConfig:
-    """What a run says about memory."""
+class ReportConfig(Checked):
+    """What a run reports about memory."""
 
-    every: int = 1
-    """Updates between memory reports of all ranks."""
+    section: ClassVar[str] = "report"
+
+    every: Size = 10
+    """Updates between memory reports of all ranks; the last update is always reported."""
 
 
 @dataclass
-class Config:
-    """A whole run. :func:`load_config` makes one; :func:`~dist_ckpt.trainer.checks.check` knows ranks."""
+class Config(Checked):
+    """A whole run; :func:`~dist_ckpt.trainer.checks.check` checks it against the number of ranks."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
     ckpt: Policy = field(default_factory=NoPolicy)
@@ -149,19 +166,24 @@ class Config:
     run_dir: str | None = None
     """Folder that the run writes to. null: a new one, ``outputs/<time>-<engine>-<ckpt>``."""
     dry_run: bool = False
-    """Print the plan and what it costs; start nothing."""
-    world_size: int | None = None
-    """Ranks to plan for with ``dry_run``. In a run torchrun gives it, and another number is an error."""
+    """Print the plan and its cost, and start nothing."""
+    world_size: Size | None = None
+    """Number of ranks that a ``dry_run`` plans for. In a run, torchrun sets it, and any other number is an error."""
+
+    def check(self) -> None:
+        if self.run_dir is not None and not self.run_dir.strip():
+            raise ConfigError("run_dir: is empty; name a folder, or null for a new one")
+        check_sections(self)
 
     def ranks(self, world_size: int) -> int:
-        """Ranks that this configuration is about; a dry run's may differ from the ``world_size`` running."""
+        """Number of ranks of this run; that of a dry run may differ from the ``world_size`` that is running."""
         return self.world_size if self.dry_run and self.world_size is not None else world_size
 
     def resolved_grad_accum(self, world_size: int) -> int:
         """Micro-batches per update on each of ``world_size`` ranks.
 
         Raises:
-            ConfigError: ``global_batch`` is no whole number of micro-batches or contradicts ``grad_accum``.
+            ConfigError: ``global_batch`` is not a whole number of micro-batches, or contradicts ``grad_accum``.
         """
         train = self.train
         if train.global_batch is None:
@@ -179,7 +201,7 @@ class Config:
         if train.grad_accum not in (None, accum):
             raise ConfigError(
                 f"{given} and train.grad_accum={train.grad_accum} disagree: {sizes} needs "
-                f"train.grad_accum={accum} for it; give one of the two"
+                f"train.grad_accum={accum}; give one of the two"
             )
         return accum
 
@@ -197,12 +219,12 @@ def load_config(overrides: Sequence[str]) -> Config:
     """The configuration that a command line asks for; reads ``configs/``, writes nothing.
 
     Args:
-        overrides: arguments in Hydra's grammar, as people type them: ``+ckpt=every_k``, ``ckpt.k=4``,
+        overrides: arguments in Hydra's grammar, as typed: ``+ckpt=every_k``, ``ckpt.k=4``,
             ``engine=ddp``, ``train.lr=1e-3``. ``ckpt=NAME`` and ``+ckpt=NAME`` are the same.
 
     Raises:
         ConfigError: an argument that cannot be read, an unknown key or group choice, a value of the wrong
-            type or out of range, options that do not fit together.
+            type or out of range, options that contradict each other.
         PlanError: an option that the chosen policy does not have.
     """
     texts = {key for key, hint in leaves(Config).items() if str in hint and not key.startswith("ckpt.")}
@@ -213,7 +235,7 @@ def config_from_yaml(text: str) -> Config:
     """The configuration that :func:`config_yaml` wrote; keys that are left out have their defaults.
 
     Raises:
-        ConfigError: no YAML, or what :func:`load_config` refuses.
+        ConfigError: not YAML, or anything that :func:`load_config` refuses.
         PlanError: an option that the policy does not have.
     """
     return _config_from(parse_yaml(text))
@@ -225,21 +247,21 @@ def config_yaml(config: Config) -> str:
 
 
 def _config_from(data: Mapping[str, Any]) -> Config:
-    _require_mode(data.get("ckpt"))
+    defaults = _plain(Config())
+    if data.get("ckpt"):  # its options belong to its own mode, not to the default one
+        del defaults["ckpt"]
     # Merged by hand: OmegaConf's merge would keep the default where a value is "???".
-    merged = _merged(_plain(Config()), data)
+    merged = _merged(defaults, data)
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
         where = getattr(error, "full_key", None) or "a value"
         raise ConfigError(f"{where}: cannot be resolved: {str(error).splitlines()[0]}") from error
-    config = build(Config, typing.cast("dict[str, Any]", resolved))
-    check_values(config)
-    return config
+    return build(Config, typing.cast("dict[str, Any]", resolved))
 
 
 def _merged(below: dict[str, Any], above: Mapping[Any, Any]) -> dict[str, Any]:
-    """``below`` with what ``above`` says instead; neither is changed."""
+    """``below``, overridden by ``above``; neither is changed."""
     result = dict(below)
     for key, value in above.items():
         under = result.get(key)
@@ -248,19 +270,8 @@ def _merged(below: dict[str, Any], above: Mapping[Any, Any]) -> dict[str, Any]:
     return result
 
 
-def _require_mode(ckpt: Any) -> None:
-    """Refuses options without a policy: a message about the default one would name what nobody chose."""
-    if not isinstance(ckpt, Mapping) or "mode" in ckpt or not ckpt:
-        return
-    key = next(iter(ckpt))
-    owners = [mode for mode, cls in POLICIES.items() if key in {f.name for f in fields(cls)}]
-    names = owners or [mode for mode in POLICIES if mode != "none"]
-    whose = f"it is an option of {', '.join(owners)}: " if owners else ""
-    raise ConfigError(f"ckpt.{key}: no policy is chosen; {whose}add {' or '.join(f'+ckpt={n}' for n in names)}")
-
-
 def _plain(value: Any) -> Any:
-    """Data that YAML knows."""
+    """As data that YAML can hold."""
     if isinstance(value, Policy):
         return value.to_dict()
     if isinstance(value, Enum):
@@ -271,7 +282,7 @@ def _plain(value: Any) -> Any:
 
 
 def _escaped(value: Any) -> Any:
-    """Text with a literal ``${``, which OmegaConf would otherwise read as an interpolation."""
+    """With each literal ``${`` escaped, which OmegaConf would otherwise read as an interpolation."""
     if isinstance(value, dict):
         return {k: _escaped(v) for k, v in value.items()}
     if isinstance(value, list):

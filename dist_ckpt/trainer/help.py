@@ -1,7 +1,7 @@
-"""What a person reads about the configuration: ``--help`` and ``docs/config.md``.
+"""The reference of the configuration: ``--help`` and ``docs/config.md``.
 
-Both are made from the source: the docstring under each field and enum member, and the comment at the top of
-each file in ``configs/``. ``python -m dist_ckpt.trainer.help > docs/config.md`` writes the page anew.
+Both are generated from the docstring under each field and enum member and the comment at the top of each file in
+``configs/``. ``python -m dist_ckpt.trainer.help > docs/config.md`` rewrites the page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from dist_ckpt.policy import POLICIES
 from dist_ckpt.trainer.config import Config
 from dist_ckpt.trainer.overrides import CONFIGS, GROUPS, group_choices
-from dist_ckpt.trainer.typed import alternatives, field_types
+from dist_ckpt.typed import alternatives, field_types, shown
 
 WIDTH = 110
 
@@ -45,20 +45,20 @@ _EXAMPLES = (
         "python launch/train.py model=llama_7b +ckpt=full train.seq_len=4096 dry_run=true world_size=64",
         "plan only",
     ),
-    ("python launch/train.py data=text 'data.glob=\"corpus/**/*.txt\"' run_dir=outputs/mine", "own text"),
-    ("torchrun --nproc_per_node 2 launch/train.py run_dir=outputs/mine train.resume=auto", "go on"),
+    ("python launch/train.py data=text 'data.glob=\"corpus/**/*.txt\"' run_dir=outputs/mine", "your own text"),
+    ("torchrun --nproc_per_node 2 launch/train.py run_dir=outputs/mine train.resume=auto", "continue"),
 )
 _NOTES = (
-    "``ckpt=NAME`` and ``+ckpt=NAME`` are the same; without one, or with ``ckpt=none``, nothing is "
-    "recomputed. Of a key that is given twice the last value counts. A list is written ``[a, b]``, and "
-    "``null`` means none. Text with any of ``,=:{}[]()~`` goes in quotes inside the shell's own: "
-    "``'data.glob=\"a,b.txt\"'``. A value may refer to others: ``'run_dir=outputs/${train.seed}'``."
+    "``ckpt=NAME`` and ``+ckpt=NAME`` are the same; without either, or with ``ckpt=none``, nothing is recomputed. "
+    "If a key is given twice, the last value counts. A list is written ``[a, b]``, no value ``null``. Text that "
+    "contains any of ``,=:{}[]()~`` needs quotes inside the shell's own: ``'data.glob=\"a,b.txt\"'``. A value may "
+    "refer to other keys: ``'run_dir=outputs/${train.seed}'``."
 )
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key as it is described."""
+    """The description of one key."""
 
     name: str
     type: str
@@ -68,7 +68,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Section:
-    """Keys that belong together; the one without a title holds those outside any section."""
+    """A group of keys; the one without a title holds the top-level keys."""
 
     title: str
     doc: str
@@ -79,7 +79,7 @@ def help_text() -> str:
     """Usage, groups with their choices, every key, and examples; at most 110 columns."""
     usage = [f"  {command:<80}  {what}" for command, what in _USAGE]
     lines = [
-        "Train a Llama-style decoder on real text, and see what memory each rank holds.",
+        "Train a Llama-style decoder on real text and see the memory of each rank.",
         "",
         "Usage:",
         *usage,
@@ -138,14 +138,14 @@ def config_page() -> str:
 
 
 def sections() -> Iterator[Section]:
-    """Every key of a configuration, in the order of the dataclasses; those outside any section come first."""
+    """Every key of the configuration, in the order of the dataclasses, top-level keys first."""
     hints = field_types(Config)
     yield Section("", "", tuple(_keys(Config, "")))
     for name, hint in hints.items():
         if name == "ckpt":
             yield Section(
                 name,
-                "What is recomputed. Options depend on the mode; those of another one are errors.",
+                "What is recomputed. The options depend on the mode; one of another mode is an error.",
                 _policy_keys(),
             )
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -153,7 +153,7 @@ def sections() -> Iterator[Section]:
 
 
 def _keys(cls: type, prefix: str) -> Iterator[Key]:
-    """The keys of one dataclass that are values, not sections."""
+    """The keys of one dataclass that hold values, not sections."""
     docs = _docs(cls)
     hints = field_types(cls)
     for field in dataclasses.fields(cls):
@@ -166,11 +166,11 @@ def _keys(cls: type, prefix: str) -> Iterator[Key]:
                 members = _docs(kind)
                 doc = doc or _summary(kind)
                 doc += "".join(f" ``{name}``: {members[name]}" for name in kind.__members__ if name in members)
-        yield Key(prefix + field.name, " | ".join(map(_type_name, kinds)), _shown(field.default), doc.strip())
+        yield Key(prefix + field.name, " | ".join(map(_type_name, kinds)), shown(field.default), doc.strip())
 
 
 def _policy_keys() -> tuple[Key, ...]:
-    """The mode, then the options of all modes, each once and with the modes that have it."""
+    """The mode, then the options of all modes, each once, with the modes that it belongs to."""
     mode_key = Key("ckpt.mode", " | ".join(POLICIES), "none", "Set by the group: ``ckpt=full``.")
     modes: dict[str, list[str]] = {}
     found: dict[str, Key] = {}
@@ -190,7 +190,7 @@ def _summary(cls: type) -> str:
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """The docstring under each field or enum member, those of base classes included, on one line each."""
+    """The docstring under each field or enum member, inherited ones included, on one line each."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not (dataclasses.is_dataclass(base) or issubclass(base, Enum)) or base is Enum:
@@ -214,13 +214,6 @@ def _type_name(kind: Any) -> str:
     return {int: "int", float: "float", bool: "true | false", str: "str"}[kind]
 
 
-def _shown(value: Any) -> str:
-    """A default as it is typed."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value.value if isinstance(value, Enum) else value)
-
-
 def _group_defaults() -> dict[str, str]:
     listed = OmegaConf.to_container(OmegaConf.load(CONFIGS / "config.yaml"))
     assert isinstance(listed, dict)
@@ -238,7 +231,7 @@ def _choice_doc(group: str, name: str) -> str:
 
 
 def _table(rows: typing.Sequence[tuple[str, str]], indent: int = 2) -> list[str]:
-    """Two columns; what does not fit beside the first begins below it."""
+    """Two columns; a long first cell has its text on the next line."""
     column = indent + 2 + min(max(len(left) for left, _ in rows), 44)
     lines = []
     for left, right in rows:

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dist_ckpt.errors import ConfigError, choices
-from dist_ckpt.trainer.typed import mesh_refusal
+from dist_ckpt.trainer.keys import mesh_refusal
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GROUPS = ("ckpt", "engine", "model", "data", "device")
@@ -32,7 +32,7 @@ def group_choices(group: str) -> list[str]:
 
 
 def compose_overrides(overrides: Sequence[str], text_keys: Collection[str]) -> dict[str, Any]:
-    """What the files and the arguments give together; keys and types are not checked, interpolations stay.
+    """The files and arguments merged; keys and types are not checked, interpolations not resolved.
 
     Args:
         overrides: arguments in Hydra's grammar.
@@ -61,14 +61,14 @@ def parse_yaml(text: str) -> dict[str, Any]:
     """A mapping written as YAML; interpolations are kept.
 
     Raises:
-        ConfigError: no YAML, or no mapping.
+        ConfigError: not YAML, or not a mapping.
     """
     try:
         data = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
-        raise ConfigError(f"no YAML of a configuration: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"not a configuration in YAML: {' '.join(str(error).split())}") from error
     if not (isinstance(data, dict) and data):
-        raise ConfigError(f"no YAML of a configuration: must be a mapping of keys to values, not {data or 'empty'}")
+        raise ConfigError(f"not a configuration in YAML: must be a mapping of keys to values, not {data or 'empty'}")
     return {str(key): value for key, value in data.items()}
 
 
@@ -88,17 +88,17 @@ def _parsed(parser: OverridesParser, argument: str, text_keys: Collection[str]) 
     if not re.fullmatch(r"[A-Za-z_][\w-]*(\.[\w-]+)*", key):
         dotted = key.replace("/", ".")
         meant = f"; did you mean {dotted}?" if "/" in key else ", such as train.steps"
-        raise ConfigError(f"{argument!r}: {key!r} is no key: names joined by dots{meant}")
+        raise ConfigError(f"{argument!r}: {key!r} is not a key: names joined by dots{meant}")
     if key.partition(".")[0] == "hydra":
         raise ConfigError(f"{argument}: Hydra's own options have no effect here; run_dir names the run's folder")
-    # Quotes for the shell around quotes for Hydra.
+    # Inner quotes for Hydra, outer ones for the shell.
     quoted = shlex.quote(f'{key}="' + value.replace('"', r"\"") + '"')
     try:
         override = parser.parse_override(argument)
         override.value()
     except HydraException as error:
         reason = str(error).splitlines()[0]
-        remedy = f"quote it: {quoted}" if key in text_keys else "text with , = : { } [ ] ( ) has to be in quotes"
+        remedy = f"quote it: {quoted}" if key in text_keys else "text with , = : { } [ ] ( ) must be in quotes"
         raise ConfigError(f"{argument!r}: the value cannot be read ({reason}); {remedy}") from error
     if override.is_sweep_override():
         remedy = f"as text it is {quoted}" if key in text_keys else "a list is written [a, b]"
@@ -107,10 +107,10 @@ def _parsed(parser: OverridesParser, argument: str, text_keys: Collection[str]) 
 
 
 def _normalized(override: Override, argument: str, text_keys: Collection[str]) -> list[str]:
-    """The argument as Hydra wants it, whichever prefix it was typed with.
+    """The argument with the prefix that Hydra needs, whichever one was typed.
 
-    A choice of a group in the defaults has none; ``ckpt``, which is not there (so that there can be none), has
-    ``+``; a value has ``++``.
+    That is none for a choice of a group in the defaults list, ``+`` for ``ckpt``, which is not in the list, and ``++``
+    for a value.
     """
     key, value = override.key_or_group, override.value()
     raw = argument.partition("=")[2].strip()
@@ -135,7 +135,7 @@ def _check_choice(group: str, name: str) -> None:
 
 
 def _composed(arguments: list[str]) -> dict[str, Any]:
-    """Hydra keeps its state in singletons: a program that uses Hydra itself must find its own again."""
+    """Composes without disturbing a program that uses Hydra itself: Hydra keeps its state in singletons."""
     version_base, running = VersionBase.instance(), GlobalHydra.instance().hydra
     base = version_base.version_base
     GlobalHydra.instance().clear()

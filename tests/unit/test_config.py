@@ -33,7 +33,8 @@ from dist_ckpt.trainer.config import (
     config_yaml,
     load_config,
 )
-from dist_ckpt.trainer.models.config import Attention, ModelConfig
+from dist_ckpt.trainer.data.config import DataKind
+from dist_ckpt.trainer.models.config import Attention, Loss, ModelConfig
 from dist_ckpt.trainer.overrides import CONFIGS, GROUPS, group_choices
 
 
@@ -104,7 +105,7 @@ def test_every_mode_has_a_file_with_its_defaults() -> None:
         ("engine.replicas=2", "engine.replicas", 2),
         ("model.dropout=0.1", "model.dropout", 0.1),
         ("model.attention=eager", "model.attention", Attention.eager),
-        ("data=synthetic", "data.kind", "synthetic"),
+        ("data=synthetic", "data.kind", DataKind.synthetic),
         ("data={kind: text, glob: 'a/**/*.txt'}", "data.glob", "a/**/*.txt"),
         ("device=cpu", "device.type", DeviceType.cpu),
         ("report.every=5", "report.every", 5),
@@ -137,6 +138,14 @@ def test_the_last_of_two_values_counts() -> None:
 def test_named_values_format_as_their_names() -> None:
     engine = load_config(["engine=ddp"]).engine
     assert f"{engine.name}" == str(engine.name) == engine.name == "ddp"
+
+
+def test_python_may_give_plain_names_and_whole_numbers() -> None:
+    model = ModelConfig(attention="sdpa", loss="chunked", rope_theta=500_000)  # type: ignore[arg-type]
+    assert model.attention is Attention.sdpa and model.loss is Loss.chunked
+    assert type(model.rope_theta) is float
+    assert dataclasses.replace(model, attention="eager").attention is Attention.eager  # type: ignore[arg-type]
+    assert TrainConfig(accum_sync="every").accum_sync is AccumSync.every  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("group", GROUPS)

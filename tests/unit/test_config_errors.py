@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from dist_ckpt.errors import ConfigError, DistCkptError
-from dist_ckpt.trainer.checks import check
-from dist_ckpt.trainer.config import config_from_yaml, load_config
+from dist_ckpt.trainer.checks import check, check_batch
+from dist_ckpt.trainer.config import Config, EngineConfig, TrainConfig, config_from_yaml, load_config
+from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.overrides import CONFIGS
 
 MESHES = "tensor/context parallel meshes are not supported"
@@ -33,7 +35,7 @@ MISTAKES: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("ckpt=full ckpt=null", ("ckpt is given twice",)),
     (["ckpt=full", "ckpt={mode: full}"], ("ckpt is given twice",)),
     ("ckpt=full,selective", ("several values", "one run takes one")),
-    ("ckpt@x=full", ("'ckpt@x' is no key",)),
+    ("ckpt@x=full", ("'ckpt@x' is not a key",)),
     ("ckpt/x=full", ("did you mean ckpt.x?",)),
     ("~ckpt", ("not deleted", "ckpt=none")),
     # policies
@@ -46,8 +48,8 @@ MISTAKES: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("+ckpt=every_k ckpt.mode=full", ("ckpt.k", "'full'", "option of every_k")),
     ("+ckpt=every_k ckpt.kk=4", ("ckpt.kk", "every_k", "'k'")),
     ("+ckpt=every_k ckpt.k=0", ("ckpt.k", "at least 1")),
-    ("+ckpt=every_k ckpt.k=two", ("ckpt.k", "an integer", "'two'")),
-    ("+ckpt=selective ckpt.save=mm", ("ckpt.save", "a list of strings")),
+    ("+ckpt=every_k ckpt.k=two", ("ckpt.k=two", "an integer")),
+    ("+ckpt=selective ckpt.save=mm", ("ckpt.save=mm", "a list of strings or null")),
     ("+ckpt=selective ckpt.save=[mm", ("ckpt.save=[mm", "cannot be read")),
     (["ckpt={mode: fulll}"], ("'fulll'", "did you mean 'full'?")),
     (["ckpt={k: 3}"], ("no policy is chosen", "+ckpt=every_k")),
@@ -65,9 +67,9 @@ MISTAKES: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("+experiment=foo", ("experiment", "no such key")),
     ("hydra.run.dir=x", ("Hydra's own", "run_dir")),
     ("train/lr=3", ("did you mean train.lr?",)),
-    ("train..lr=3", ("'train..lr' is no key",)),
-    ("ckpt.save[0]=mm", ("'ckpt.save[0]' is no key",)),
-    ("=3", ("no key",)),
+    ("train..lr=3", ("'train..lr' is not a key",)),
+    ("ckpt.save[0]=mm", ("'ckpt.save[0]' is not a key",)),
+    ("=3", ("not a key",)),
     # meshes
     ("engine.tp=2", ("engine.tp", MESHES)),
     ("engine.cp=2", ("engine.cp", MESHES)),
@@ -126,12 +128,20 @@ MISTAKES: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("train.warmup_steps=-1", ("at least 0",)),
     ("train.weight_decay=-0.1", ("at least 0",)),
     ("train.seed=-1", ("at least 0",)),
-    ("train.seed=99999999999999999999", ("below 2**32",)),
-    ("train.lr=0", ("train.lr=0.0", "above 0")),
+    ("train.seed=99999999999999999999", ("below 4294967296",)),
+    ("train.micro_batch=1000000000000", ("train.micro_batch=1000000000000", "below 2147483648")),
+    ("train.steps=2147483648", ("below 2147483648",)),
+    (f"train.lr=1{'0' * 400}", ("must be finite",)),
+    ("model.d_model=3000000000", ("model.d_model=3000000000", "below 2147483648")),
+    ("model.n_layers=1000000", ("model.n_layers=1000000", "at most 10000")),
+    ("model.d_model=2147483640 model.d_ff=2147483640", ("model.d_model", "more than 2**60 elements")),
+    ("data=synthetic data.documents=1000000000", ("data.documents", "at most 1000000")),
+    ("data=synthetic data.document_tokens=1", ("data.document_tokens=1", "at least 2, or null")),
+    ("train.lr=0", ("train.lr=0:", "above 0")),
     ("train.optimizer_eps=0", ("above 0",)),
     ("train.beta1=1", ("train.beta1", "below 1")),
     ("train.beta2=-0.5", ("train.beta2", "at least 0")),
-    ("train.min_lr_ratio=2", ("between 0 and 1",)),
+    ("train.min_lr_ratio=2", ("train.min_lr_ratio=2:", "at most 1")),
     ("train.clip=0", ("above 0, or null",)),
     ("report.every=0", ("report.every=0", "at least 1")),
     ("world_size=0", ("world_size=0", "at least 1")),
@@ -144,6 +154,8 @@ MISTAKES: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("model.vocab_size=100", ("model.vocab_size=100", "256", "data=synthetic")),
     ("engine=ddp engine.replicas=2", ("engine.replicas=2", "engine=ddp", "engine=fsdp2")),
     ("engine=fsdp1 engine.replicas=2", ("engine=fsdp1", "engine=fsdp2")),
+    ("engine=fsdp1 train.precision=bf16 train.accum_sync=boundary", ("train.accum_sync=boundary", "bfloat16", "ddp")),
+    ("model.d_model=60 model.n_heads=4", ("rotary embeddings need an even head size",)),
     ("train.resume=outo", ("train.resume=outo", "did you mean 'auto'?", "step_N")),
     ("train.resume=outputs/a", ("step_N", "outputs/mine/states/step_40")),
     ("train.resume=", ("train.resume", "auto, null")),
@@ -195,11 +207,48 @@ def test_one_message_about_the_ranks(line: str, world_size: int, says: tuple[str
 
 
 @pytest.mark.parametrize(
+    ("line", "rows", "says"),
+    [
+        ("train.micro_batch=2000000000", 24_000, "train.micro_batch=2000000000: more than the 24,000 training rows"),
+        ("train.grad_accum=7", 27, "train.micro_batch=4 × 7 micro-batches per update: more than the 27 training rows"),
+        ("train.global_batch=64", 31, "train.micro_batch=4 × 8 micro-batches per update"),
+        ("train.global_batch=64 dry_run=true world_size=4", 15, "train.micro_batch=4 × 4 micro-batches per update"),
+    ],
+)
+def test_an_update_that_reads_more_than_an_epoch_is_refused(line: str, rows: int, says: str) -> None:
+    config = load_config(line.split())
+    with pytest.raises(ConfigError) as caught:
+        check_batch(config, 2, rows)
+    assert says in str(caught.value)
+    if "global_batch" in line:
+        check_batch(config, 2, rows + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: ModelConfig(attention="flash"), "model.attention=flash: Valid: chunked, eager, sdpa"),
+        (lambda: ModelConfig(n_layers=0), "model.n_layers=0: must be at least 1"),
+        (lambda: ModelConfig(d_model=64.0), "model.d_model=64.0: must be an integer"),
+        (lambda: TrainConfig(precision="fp8"), "train.precision=fp8: "),
+        (lambda: EngineConfig(name="ddp", replicas=2), "engine.replicas=2"),
+        (lambda: Config(train=TrainConfig(seq_len=4096)), "train.seq_len=4096: is above"),
+        (lambda: Config(train={"steps": 3}), "must be a TrainConfig"),
+        (lambda: Config(world_size=0), "world_size=0: must be at least 1, or null"),
+    ],
+)
+def test_sections_made_in_python_are_checked_too(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "empty"),
         ("# only a comment", "empty"),
-        ("5", "no YAML of a configuration"),
+        ("5", "not a configuration in YAML"),
         ("[1]", "must be a mapping"),
         ("a: [", "line 1"),
         ("train: {lr: 1}\ntrain: {lr: 2}", "duplicate key train"),

@@ -12,8 +12,8 @@ import pytest
 from dist_ckpt.trainer.checks import check
 from dist_ckpt.trainer.config import Config, load_config
 from dist_ckpt.trainer.help import WIDTH, config_page, help_text, sections
+from dist_ckpt.trainer.keys import leaves
 from dist_ckpt.trainer.overrides import CONFIGS, GROUPS, group_choices
-from dist_ckpt.trainer.typed import leaves
 
 
 def test_help_names_every_key_and_choice_once() -> None:
@@ -41,10 +41,11 @@ def test_defaults_and_types_are_those_of_the_code() -> None:
     assert (keys["ckpt.save"].type, keys["ckpt.save"].default) == ("list of str | null", "null")
     assert keys["ckpt.k"].doc.startswith("every_k: Blocks 0, k, 2k")
     assert keys["ckpt.blocks"].doc.startswith("full, every_k, selective, selective_attention: ")
+    assert keys["data.kind"].type == "stdlib | text | tokens | synthetic"
     assert "``sdpa``: torch's fused kernel." in keys["model.attention"].doc
 
 
-@pytest.mark.parametrize("section", ["", "train", "ckpt", "engine", "data", "device", "report"])
+@pytest.mark.parametrize("section", ["", "train", "ckpt", "engine", "model", "data", "device", "report"])
 def test_every_key_is_described(section: str) -> None:
     keys = next(found.keys for found in sections() if found.title == section)
     assert [key.name for key in keys if not key.doc] == []

@@ -87,7 +87,7 @@ def test_a_file_that_changes_during_the_run_is_named(tmp_path: Path) -> None:
 
 def test_a_size_that_is_no_multiple_of_a_token(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"12345")
-    with pytest.raises(DataError, match=r"odd.bin has 5 bytes, no multiple of the 4 of a uint32 token"):
+    with pytest.raises(DataError, match=r"odd.bin has 5 bytes, not a multiple of the 4 of a uint32 token"):
         build(kind="tokens", glob=f"{tmp_path}/odd.bin", dtype="uint32", validation_fraction=0)
 
 
@@ -109,11 +109,10 @@ def test_a_split_that_leaves_nothing_to_train_on(tmp_path: Path) -> None:
         build(kind="text", glob=f"{tmp_path}/a.txt", validation_glob=f"{tmp_path}/*")
 
 
-def test_bytes_need_a_vocabulary_of_256_and_a_seed_is_not_negative() -> None:
-    with pytest.raises(ConfigError, match=r"model.vocab_size=255: data=stdlib has a token for each byte"):
-        build(vocab_size=255)
-    with pytest.raises(ConfigError, match=r"train.seed=-1"):
-        build(seed=-1)
+def test_a_vocabulary_too_small_for_the_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text " * 10)
+    with pytest.raises(DataError, match=r"a.txt has token id 116 at offset 0 .* but model.vocab_size is 100"):
+        build(kind="text", glob=f"{tmp_path}/*", validation_fraction=0, vocab_size=100)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Rows of token ids: deterministic given the seed, sharded by data-parallel rank, resumable to the sample.
 
-Names load on first use: the configuration needs :class:`DataConfig`, and must be checked before torch is imported.
+Names load on first use: the configuration needs :class:`DataConfig` and is checked before torch is imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""From a config to the rows that train and the rows that validate."""
+"""From a configuration to training rows and validation rows."""
 
 from __future__ import annotations
 
-from dist_ckpt.errors import ConfigError
 from dist_ckpt.trainer.data.config import DataConfig
 from dist_ckpt.trainer.data.files import FileDocuments, find_files, split_point
 from dist_ckpt.trainer.data.rows import Documents, RowDataset
@@ -10,28 +9,21 @@ from dist_ckpt.trainer.data.synthetic import SyntheticDocuments
 
 
 def build_data(config: DataConfig, *, vocab_size: int, seq_len: int, seed: int) -> tuple[RowDataset, RowDataset]:
-    """Finds the documents and splits them. Of files, only a sample of token ids is read.
+    """Finds the documents and splits them. Of files, at most a sample of token ids is read.
 
     Args:
         config: what to read.
-        vocab_size: of the model; bytes need 256.
-        seq_len: tokens a row.
-        seed: of the training rows' order, and of synthetic documents; at least 0.
+        vocab_size: of the model; a token id beyond it is a DataError, at once or when a row reads it.
+        seq_len: tokens per row.
+        seed: of the order of training rows and of synthetic documents; at least 0.
 
     Returns:
-        Training rows, shuffled anew each epoch, and validation rows, in a fixed order. A share of few
-        documents may leave validation without rows (``num_rows == 0``): ``require_rows`` before using them.
+        Training rows, reshuffled each epoch, and validation rows, in a fixed order. A share of few documents may leave
+        validation without rows (``num_rows == 0``): call ``require_rows`` before using them.
 
     Raises:
-        ConfigError: a vocabulary or seed that this data cannot be used with.
         DataError: no files, unreadable or malformed ones, too little for one row.
     """
-    if seed < 0:
-        raise ConfigError(f"train.seed={seed}: must be at least 0")
-    if config.kind in ("stdlib", "text") and vocab_size < 256:
-        raise ConfigError(
-            f"model.vocab_size={vocab_size}: data={config.kind} has a token for each byte; use 256 or more"
-        )
     documents: list[Documents] = []
     dropped = [0, 0]
     if config.kind == "synthetic":
@@ -42,7 +34,7 @@ def build_data(config: DataConfig, *, vocab_size: int, seq_len: int, seed: int) 
             chosen = [number for number in numbers if validates[number] is chooses]
             documents.append(SyntheticDocuments(chosen, longest, vocab_size, seed))
     else:
-        dtype = "uint8" if config.kind != "tokens" else config.dtype or "uint16"
+        dtype = "uint8" if config.kind != "tokens" else str(config.dtype or "uint16")
         limit = config.max_document_bytes
         for part, files in enumerate(find_files(config)):
             kept = [file for file in files if limit is None or file.size_bytes <= limit]

@@ -1,4 +1,4 @@
-"""Documents that are files: in an order that every rank agrees on, and read only where a row needs them."""
+"""Documents in files: in an order that every rank agrees on, and read only where a row needs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dist_ckpt.trainer.data.config import DataConfig
 
 @dataclass(frozen=True)
 class DocumentFile:
-    """One file: ``path`` opens it; ``name`` (relative, with forward slashes) decides its place and split."""
+    """One file: ``path`` opens it; ``name`` (relative, with forward slashes) decides its position and split."""
 
     path: str
     name: str
@@ -27,12 +27,12 @@ class DocumentFile:
 
 
 def split_point(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone; documents below the validation fraction validate."""
+    """A number in [0, 1) that depends on the name alone; documents below the validation fraction are held out."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=6).digest(), "big") / 2**48
 
 
 def stdlib_files() -> list[DocumentFile]:
-    """The ``.py`` files of the running Python's standard library but its tests, about 12 MB, ordered by name.
+    """The ``.py`` files of the running Python's standard library except its tests, about 12 MB, sorted by name.
 
     Raises:
         DataError: this Python has no such folder (a frozen or zipped one), or a file cannot be read.
@@ -50,9 +50,9 @@ def stdlib_files() -> list[DocumentFile]:
 
 
 def glob_files(pattern: str, option: str) -> list[DocumentFile]:
-    """The regular files that a glob matches, ordered by name; ``**`` is recursive, hidden files need a dot.
+    """The regular files that a glob matches, sorted by name; ``**`` is recursive, hidden files need a dot.
 
-    Names are relative to the glob's last folder without a wildcard: moving a whole corpus changes no split.
+    Names are relative to the glob's last folder without a wildcard, so moving a whole corpus changes no split.
 
     Raises:
         DataError: it matches no file, or one that cannot be read.
@@ -70,7 +70,7 @@ def glob_files(pattern: str, option: str) -> list[DocumentFile]:
 
 
 def find_files(config: DataConfig) -> tuple[list[DocumentFile], list[DocumentFile]]:
-    """The files that train and those that validate, of any kind of data but ``synthetic``. Needs no torch.
+    """The training and the validation files, for any kind of data except ``synthetic``. Needs no torch.
 
     Raises:
         DataError: a pattern matches nothing, a file cannot be read, or none is left to train on.
@@ -122,10 +122,10 @@ class FileDocuments:
     Args:
         files: the documents, in order.
         dtype: the type of one token.
-        vocab_size: ids at or beyond it are errors, found in a sample at once, else when a row reads them.
+        vocab_size: ids at or beyond it are errors, found at once in a sample, else when a row reads them.
 
     Raises:
-        DataError: a file's size is no multiple of a token's, or a sampled id is beyond the vocabulary.
+        DataError: a file's size is not a multiple of a token's, or a sampled id is beyond the vocabulary.
     """
 
     def __init__(self, files: list[DocumentFile], dtype: str, vocab_size: int) -> None:
@@ -136,7 +136,7 @@ class FileDocuments:
         for file in files:
             if file.size_bytes % item:
                 raise DataError(
-                    f"data: {file.path} has {file.size_bytes} bytes, no multiple of the {item} of a "
+                    f"data: {file.path} has {file.size_bytes} bytes, not a multiple of the {item} of a "
                     f"{dtype} token; is data.dtype right?"
                 )
         self.lengths = np.array([file.size_bytes // item for file in files], dtype=np.int64)
@@ -156,7 +156,7 @@ class FileDocuments:
             bad = int(np.argmax(tokens >= self._vocab_size))
             raise DataError(
                 f"data: {self._files[document].path} has token id {tokens[bad]} at offset {start + bad} "
-                f"(in tokens), but model.vocab_size is {self._vocab_size}; is data.dtype right?"
+                f"(in tokens), but model.vocab_size is {self._vocab_size}; is that, or data.dtype, wrong?"
             )
         return tokens
 
@@ -171,7 +171,7 @@ class FileDocuments:
         return tokens
 
     def _check_sample(self) -> None:
-        """Start, middle and end of up to 16 files: a wrong dtype or tokenizer shows here, not hours later."""
+        """Reads start, middle and end of up to 16 files: a wrong dtype or tokenizer shows now, not hours later."""
         full = np.flatnonzero(self.lengths)
         for document in full[:: max(1, len(full) // 16)][:16].tolist():
             length = int(self.lengths[document])

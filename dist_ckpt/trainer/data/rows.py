@@ -1,4 +1,4 @@
-"""Documents as rows of a fixed length, in an order that depends on the seed alone."""
+"""Documents as rows of fixed length, in an order that depends on the seed alone."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ class Documents(Protocol):
 class RowDataset:
     """An endless, random-access stream of rows of ``seq_len`` tokens.
 
-    Packed, the documents are joined in order and cut into rows, causal over the row: a row may start inside
-    a document and hold many, and what is left at the end, shorter than a row, is unused. Not packed, each
-    document is a row, cut off at ``seq_len`` or padded with token 0. In both, a label is the next token of
-    the *same* document (which may lie beyond the row's end); a document's last token, and padding, have
-    none. Documents of fewer than two tokens have no target at all and are left out.
+    Packed, the documents are joined in order and cut into rows: a row may start inside a document and hold several,
+    and a remainder shorter than a row is unused. Unpacked, each document is a row, cut off at ``seq_len`` or padded
+    with token 0. Either way, a label is the next token of the *same* document (which may lie beyond the row's end);
+    a document's last token and padding have none. Documents of fewer than two tokens have no targets and are left out.
 
     Args:
         documents: what to read.
-        seq_len: tokens a row.
+        seq_len: tokens per row.
         pack: see above.
-        shuffle_seed: reorders the rows of each epoch by (seed, epoch); None keeps their order in every epoch.
-        label: begins the description.
-        dropped: documents left out for their length, for the description.
+        shuffle_seed: shuffles the rows of each epoch by (seed, epoch); None keeps their order in every epoch.
+        label: start of the description.
+        dropped: documents left out because of their length, for the description.
         remedy: what to do if there is no row, for the message.
     """
 
@@ -63,20 +62,20 @@ class RowDataset:
         tokens = int(self._ends[-1]) if len(self._ends) else 0
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, its permutation)
         self.num_rows = tokens // seq_len if pack else len(self._used)
-        """Rows an epoch; 0 only for validation."""
+        """Rows per epoch; 0 only for validation."""
         self.dropped = dropped
         """Documents left out because of ``data.max_document_bytes``."""
         held = f"{len(self._used):,} documents with {tokens:,} tokens"
         self.description = (
             f"{label}: {held}, {'packed in' if pack else 'one each in'} {self.num_rows:,} rows of {seq_len}"
         )
-        """One line for people."""
+        """One line for the console."""
         if dropped:
             self.description += f", {dropped:,} longer documents dropped"
         self._remedy = remedy
 
     def require_rows(self) -> None:
-        """For whoever is going to need a row; training rows are known to have one.
+        """Checks that there is at least one row; :func:`build_data` has checked the training rows.
 
         Raises:
             DataError: there is none.
@@ -103,7 +102,7 @@ class RowDataset:
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
     def _spans(self, row: int) -> list[tuple[int, int, int, int]]:
-        """What a row is made of: (position in the row, document, its first token, its last token + 1)."""
+        """The parts of a row: (position in the row, document, its first token, its last token + 1)."""
         if not self._pack:
             document = int(self._used[row])
             return [(0, document, 0, min(self._seq_len, int(self._documents.lengths[document])))]
@@ -131,8 +130,8 @@ class RowDataset:
 def micro_batch(rows: RowDataset, start: int, rank: int, micro_batch: int) -> Batch:
     """One rank's rows of the micro-batch that starts at global sample ``start``.
 
-    Rank r takes samples ``start + r * micro_batch`` and the following, so any number of ranks together read
-    the same samples. ``rank`` counts data-parallel ranks.
+    Rank r takes ``micro_batch`` samples from ``start + r * micro_batch`` on, so any number of ranks together read the
+    same samples. ``rank`` counts data-parallel ranks.
 
     Returns:
         ``input_ids`` and ``labels``, each (micro_batch, seq_len) int64; a label is the target of the token at

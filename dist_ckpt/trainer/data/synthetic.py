@@ -1,4 +1,4 @@
-"""Documents that are made up, of any vocabulary and length: for tests and benchmarks without data."""
+"""Generated documents of any vocabulary and length, for tests and benchmarks without data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 class SyntheticDocuments:
-    """Walks along one hidden cycle through up to 64 token ids, with a jump about every 16 tokens.
+    """Walks along one hidden cycle of up to 64 token ids, with a random jump about every 16 tokens.
 
-    What follows a token is therefore learnable from the token alone, down to about 0.5 nats. Document i
-    depends on (seed, i) and the options only; nothing of it is kept in memory.
+    The next token is therefore learnable from the current one alone, down to about 0.5 nats. Document i depends only
+    on (seed, i) and the options; none is kept in memory.
 
     Args:
         numbers: which documents; number i is the same whichever others there are.

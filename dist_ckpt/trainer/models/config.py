@@ -1,25 +1,26 @@
-"""Shape of the Llama-style decoder and its checks."""
+"""The shape of the Llama-style decoder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from typing import Annotated, ClassVar
 
 from dist_ckpt.errors import ConfigError
+from dist_ckpt.typed import Checked, Choice, Positive, Range, Size
 
 
-class Attention(str, Enum):
+class Attention(Choice):
     """How attention is computed; all three give the same result."""
 
     sdpa = "sdpa"
     """torch's fused kernel."""
     eager = "eager"
-    """Materialises the (seq × seq) scores, as models without a fused kernel do."""
+    """Materializes the (seq × seq) scores, as models without a fused kernel do."""
     chunked = "chunked"
-    """Materialises the scores of ``attention_chunk`` queries at a time."""
+    """Materializes the scores of ``attention_chunk`` queries at a time."""
 
 
-class Loss(str, Enum):
+class Loss(Choice):
     """How the loss is computed; both give the same result."""
 
     full = "full"
@@ -29,36 +30,42 @@ class Loss(str, Enum):
 
 
 @dataclass
-class ModelConfig:
-    """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU (arXiv:2302.13971, 2305.13245)."""
+class ModelConfig(Checked):
+    """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU (arXiv:2302.13971, 2305.13245).
 
-    vocab_size: int = 256
-    """Token ids; 256 for bytes."""
-    n_layers: int = 4
-    """Blocks."""
-    d_model: int = 64
+    Raises:
+        ConfigError: a value of the wrong type or out of range, or sizes that do not divide.
+    """
+
+    section: ClassVar[str] = "model"
+
+    vocab_size: Size = 256
+    """Number of token ids; text as bytes needs 256."""
+    n_layers: Annotated[int, Range(least=1, most=10_000)] = 4
+    """Number of blocks."""
+    d_model: Size = 64
     """Width of the residual stream."""
-    n_heads: int = 4
-    """Query heads; they divide ``d_model``."""
-    n_kv_heads: int = 2
+    n_heads: Size = 4
+    """Query heads; must divide ``d_model``."""
+    n_kv_heads: Size = 2
     """Key/value heads; each serves ``n_heads / n_kv_heads`` query heads."""
-    d_ff: int = 176
+    d_ff: Size = 176
     """Width of the SwiGLU's hidden layer."""
-    max_seq_len: int = 2048
+    max_seq_len: Size = 2048
     """Positions that the rotary tables cover."""
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     """Added to the mean square in each RMSNorm."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(least=0, below=1)] = 0.0
     """On the embedding and on both residual branches; attention itself has none, so fused kernels apply."""
     tied: bool = False
     """Whether the output head shares the embedding's weight."""
     attention: Attention = Attention.sdpa
-    attention_chunk: int = 1024
+    attention_chunk: Size = 1024
     """Queries per chunk of ``attention: chunked``."""
     loss: Loss = Loss.full
-    loss_chunk: int = 4096
+    loss_chunk: Size = 4096
     """Tokens per chunk of ``loss: chunked``."""
 
     @property
@@ -66,21 +73,17 @@ class ModelConfig:
         return self.d_model // self.n_heads
 
     def check(self) -> None:
-        """Raises ConfigError where sizes do not divide or are out of range."""
-        positive = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "max_seq_len")
-        for name in (*positive, "attention_chunk", "loss_chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}={getattr(self, name)}: must be at least 1")
         if self.d_model % self.n_heads:
-            raise ConfigError(f"model.d_model={self.d_model} is no multiple of model.n_heads={self.n_heads}")
+            raise ConfigError(f"model.d_model={self.d_model}: must be a multiple of model.n_heads={self.n_heads}")
         if self.head_dim % 2:
             raise ConfigError(
                 f"model.d_model / model.n_heads = {self.head_dim}: rotary embeddings need an even head size"
             )
         if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"model.n_heads={self.n_heads} is no multiple of model.n_kv_heads={self.n_kv_heads}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"model.dropout={self.dropout}: must be at least 0 and below 1")
-        for name in ("rope_theta", "norm_eps"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"model.{name}={getattr(self, name)}: must be above 0")
+            raise ConfigError(f"model.n_heads={self.n_heads}: must be a multiple of model.n_kv_heads={self.n_kv_heads}")
+        for name in ("d_model", "d_ff", "vocab_size"):
+            if self.d_model * getattr(self, name) > 2**60:  # in fp32, torch cannot even count its bytes
+                raise ConfigError(
+                    f"model.d_model={self.d_model}, model.{name}={getattr(self, name)}: a weight of that shape has "
+                    "more than 2**60 elements"
+                )
