@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -19,6 +20,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 class UnsupportedTorch(RuntimeError):
     """This torch version lacks a private attribute that the package reads."""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is. ``to_local()`` would be an operation, a view."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def saved_tensors(node: Any, attributes: dict[type, tuple[str, ...]]) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_ckpt.engines.base import DataParallelEngine, materialize
+
+_SYNC_BUFFERS = next(  # renamed in torch 2.13
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 
 
 class DDPEngine(DataParallelEngine):
@@ -25,7 +32,8 @@ class DDPEngine(DataParallelEngine):
         # With gradients as views of the buckets these are no second copy, and every byte has an owner.
         # Buffers that are no part of the state (rotary tables) are equal on all ranks, so none are sent each forward.
         persistent = any(m._buffers.keys() - m._non_persistent_buffers_set for m in model.modules())
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=persistent)
+        sync = {_SYNC_BUFFERS: persistent}
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, **sync)  # type: ignore[arg-type]
 
     def reduction(self, reduce: bool) -> AbstractContextManager[Any]:
         return nullcontext() if reduce else self.model.no_sync()

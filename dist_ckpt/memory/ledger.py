@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from dist_ckpt.compat import fsdp
+from dist_ckpt.compat.torch import local_tensor
 from dist_ckpt.memory.storages import Storages
 from dist_ckpt.names import named_buffers, named_parameters
 
@@ -40,9 +39,9 @@ def resident_of(model: nn.Module) -> Iterator[Owner]:
     # Views into a flat parameter: of this rank's shard at rest, of the unsharded copy within a step.
     views = {id(p) for _, flat in flat_parameters for p in fsdp.fsdp1_managed(flat)}
     for name, parameter in named_parameters(model):
-        yield "other" if id(parameter) in views else "params", name, local(parameter)
+        yield "other" if id(parameter) in views else "params", name, local_tensor(parameter)
     for name, buffer in named_buffers(model):
-        yield "other", name, local(buffer)
+        yield "other", name, local_tensor(buffer)
     for name, copy in (*fsdp.fsdp1_unsharded(model), *fsdp.fsdp2_unsharded(model)):
         yield "other", f"{name} (unsharded)", copy
 
@@ -53,7 +52,7 @@ def _grads(model: nn.Module) -> Iterator[Owner]:
             yield "grads", name, grad
     for name, parameter in named_parameters(model):
         if parameter.grad is not None:
-            yield "grads", name, local(parameter.grad)
+            yield "grads", name, local_tensor(parameter.grad)
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
@@ -62,15 +61,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[
         name = names.get(id(parameter), "a parameter outside the model")
         for leaf in tree_leaves(state):
             if isinstance(leaf, Tensor):
-                yield "optimizer", name, local(leaf)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: a DTensor's ``nbytes`` is that of all ranks together."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():  # with gradients, to_local would add a view to the graph
-        return tensor.to_local()
+                yield "optimizer", name, local_tensor(leaf)
 
 
 def ledger(owners: Iterable[Owner]) -> dict[Category, int]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dist_ckpt.batch import IGNORE_INDEX
+from dist_ckpt.compat.torch import local_tensor
 from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
 from dist_ckpt.engines.optim import OptimizerOptions
-from dist_ckpt.memory.ledger import local
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
 from dist_ckpt.planning import make_plan
@@ -95,7 +95,7 @@ def build_engine(job: Job) -> DataParallelEngine:
 
 def local_grads(engine: DataParallelEngine) -> dict[str, Tensor]:
     named = named_parameters(engine.model)
-    return {n: local(p.grad).detach().clone() for n, p in named if p.grad is not None and p.grad.numel()}
+    return {n: local_tensor(p.grad).detach().clone() for n, p in named if p.grad is not None and p.grad.numel()}
 
 
 def whole_grads(engine: DataParallelEngine) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ def train(
         outcome.tokens.append(result.tokens)
         assert engine.memory is not None
         outcome.memory.append(engine.memory)
-    outcome.weights = {n: local(p).detach().clone() for n, p in named_parameters(engine.model) if p.numel()}
+    outcome.weights = {n: local_tensor(p).detach().clone() for n, p in named_parameters(engine.model) if p.numel()}
     return outcome
 
 
