@@ -17,15 +17,13 @@ from dist_ckpt.typed import Checked, Range
 
 
 @dataclass(frozen=True)
-class Policy(Checked):
+class Policy(Checked, section="ckpt", error=PlanError):
     """Base of all policies; ``mode`` is the name used in configurations and on the command line.
 
     Raises:
         PlanError: an option of the wrong type, or out of range.
     """
 
-    section: ClassVar[str] = "ckpt"
-    error: ClassVar[type[PlanError]] = PlanError
     mode: ClassVar[str] = ""
 
     def to_dict(self) -> dict[str, Any]:

@@ -57,18 +57,21 @@ class Checked:
     strings a tuple, each where it is wanted.
 
     Raises:
-        DistCkptError: ``error``, which names the key and what would be valid.
+        DistCkptError: of the subclass's ``error``; it names the key and what would be valid.
     """
 
-    section: ClassVar[str] = ""
-    """What comes before the keys in messages."""
-    error: ClassVar[type[DistCkptError]] = ConfigError
+    _section: ClassVar[str] = ""
+    _error: ClassVar[type[DistCkptError]] = ConfigError
+
+    def __init_subclass__(cls, section: str | None = None, error: type[DistCkptError] | None = None) -> None:
+        """``section`` precedes the keys in messages; both are inherited."""
+        cls._section, cls._error = section or cls._section, error or cls._error
 
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)).items():
-            where = f"{self.section}.{name}" if self.section else name
-            value = _checked(where, getattr(self, name), hint, self.error)
-            object.__setattr__(self, name, value)  # of frozen dataclasses too
+            where = f"{self._section}.{name}" if self._section else name
+            value = _checked(where, getattr(self, name), hint, self._error)
+            object.__setattr__(self, name, value)  # also in frozen dataclasses
         self.check()
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -56,10 +56,8 @@ class DeviceType(Choice):
 
 
 @dataclass
-class TrainConfig(Checked):
+class TrainConfig(Checked, section="train"):
     """Batches, optimizer, precision, saving and evaluation."""
-
-    section: ClassVar[str] = "train"
 
     steps: Size = 60
     """Number of updates."""
@@ -114,10 +112,8 @@ class TrainConfig(Checked):
 
 
 @dataclass
-class EngineConfig(Checked):
+class EngineConfig(Checked, section="engine"):
     """How the model is sharded and stepped."""
-
-    section: ClassVar[str] = "engine"
 
     name: EngineName = EngineName.fsdp2
     """Set by the group: ``engine=ddp``."""
@@ -133,20 +129,16 @@ class EngineConfig(Checked):
 
 
 @dataclass
-class DeviceConfig(Checked):
+class DeviceConfig(Checked, section="device"):
     """Where the ranks compute."""
-
-    section: ClassVar[str] = "device"
 
     type: DeviceType = DeviceType.auto
     """Set by the group: ``device=cpu``."""
 
 
 @dataclass
-class ReportConfig(Checked):
+class ReportConfig(Checked, section="report"):
     """What a run reports about memory."""
-
-    section: ClassVar[str] = "report"
 
     every: Size = 10
     """Updates between memory reports of all ranks; the last update is always reported."""

@@ -37,14 +37,8 @@ _FLAGS = (
 )
 _EXAMPLES = (
     ("torchrun --nproc_per_node 8 launch/train.py +ckpt=selective", "the default model, fsdp2"),
-    (
-        "torchrun --nproc_per_node 4 launch/train.py +ckpt=every_k ckpt.k=4 engine=ddp",
-        "an option of a policy",
-    ),
-    (
-        "python launch/train.py model=llama_7b +ckpt=full train.seq_len=4096 dry_run=true world_size=64",
-        "plan only",
-    ),
+    ("torchrun --nproc_per_node 4 launch/train.py +ckpt=every_k ckpt.k=4 engine=ddp", "an option of a policy"),
+    ("python launch/train.py model=llama_7b +ckpt=full train.seq_len=4096 dry_run=true world_size=64", "plan only"),
     ("python launch/train.py data=text 'data.glob=\"corpus/**/*.txt\"' run_dir=outputs/mine", "your own text"),
     ("torchrun --nproc_per_node 2 launch/train.py run_dir=outputs/mine train.resume=auto", "continue"),
 )
@@ -77,13 +71,8 @@ class Section:
 
 def help_text() -> str:
     """Usage, groups with their choices, every key, and examples; at most 110 columns."""
-    usage = [f"  {command:<80}  {what}" for command, what in _USAGE]
-    lines = [
-        "Train a Llama-style decoder on real text and see the memory of each rank.",
-        "",
-        "Usage:",
-        *usage,
-    ]
+    lines = ["Train a Llama-style decoder on real text and see the memory of each rank.", "", "Usage:"]
+    lines += [f"  {command:<80}  {what}" for command, what in _USAGE]
     lines += _table(_FLAGS)
     lines += ["", "Groups (GROUP=NAME; files in configs/):"]
     for group in GROUPS:
@@ -113,22 +102,14 @@ def config_page() -> str:
         *[f"{command}  # {what}" for command, what in _EXAMPLES],
         "```",
         "",
-        "Flags: "
-        + "; ".join(f"`{flag}` ({doc.rstrip('.').lower().replace('yaml', 'YAML')})" for flag, doc in _FLAGS)
-        + ".",
+        *_markdown(("flag", ""), [(f"`{flag}`", doc) for flag, doc in _FLAGS]),
         "",
         "## Groups",
     ]
     for group in GROUPS:
         rows = [(f"`{group}={name}`", _choice_doc(group, name)) for name in group_choices(group)]
-        lines += [
-            "",
-            f"### {group}",
-            "",
-            f"Default: {_group_defaults()[group]}.",
-            "",
-            *_markdown(("choice", ""), rows),
-        ]
+        lines += ["", f"### {group}", "", f"Default: {_group_defaults()[group]}.", ""]
+        lines += _markdown(("choice", ""), rows)
     lines += ["", "## Keys"]
     for section in sections():
         keys = [(f"`{k.name}`", k.type, f"`{k.default}`", k.doc) for k in section.keys]
@@ -139,15 +120,11 @@ def config_page() -> str:
 
 def sections() -> Iterator[Section]:
     """Every key of the configuration, in the order of the dataclasses, top-level keys first."""
-    hints = field_types(Config)
     yield Section("", "", tuple(_keys(Config, "")))
-    for name, hint in hints.items():
+    for name, hint in field_types(Config).items():
         if name == "ckpt":
-            yield Section(
-                name,
-                "What is recomputed. The options depend on the mode; one of another mode is an error.",
-                _policy_keys(),
-            )
+            doc = "What is recomputed. The options depend on the mode; one of another mode is an error."
+            yield Section(name, doc, _policy_keys())
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield Section(name, _summary(hint), tuple(_keys(hint, f"{name}.")))
 
@@ -178,10 +155,8 @@ def _policy_keys() -> tuple[Key, ...]:
         for key in _keys(policy, "ckpt."):
             modes.setdefault(key.name, []).append(mode)
             found[key.name] = key
-    return (
-        mode_key,
-        *(dataclasses.replace(key, doc=f"{', '.join(modes[name])}: {key.doc}") for name, key in found.items()),
-    )
+    described = (dataclasses.replace(key, doc=f"{', '.join(modes[name])}: {key.doc}") for name, key in found.items())
+    return (mode_key, *described)
 
 
 def _summary(cls: type) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.typed import Checked, Choice, Range, shown
@@ -30,14 +30,12 @@ class TokenType(Choice):
 
 
 @dataclass
-class DataConfig(Checked):
+class DataConfig(Checked, section="data"):
     """Where the rows come from. An option that the chosen kind does not use is an error, never ignored.
 
     Raises:
         ConfigError: a value of the wrong type or out of range, or an option that the kind does not use.
     """
-
-    section: ClassVar[str] = "data"
 
     kind: DataKind = DataKind.stdlib
     glob: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.typed import Checked, Choice, Positive, Range, Size
@@ -30,14 +30,12 @@ class Loss(Choice):
 
 
 @dataclass
-class ModelConfig(Checked):
+class ModelConfig(Checked, section="model"):
     """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU (arXiv:2302.13971, 2305.13245).
 
     Raises:
         ConfigError: a value of the wrong type or out of range, or sizes that do not divide.
     """
-
-    section: ClassVar[str] = "model"
 
     vocab_size: Size = 256
     """Number of token ids; text as bytes needs 256."""
@@ -81,9 +79,5 @@ class ModelConfig(Checked):
             )
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(f"model.n_heads={self.n_heads}: must be a multiple of model.n_kv_heads={self.n_kv_heads}")
-        for name in ("d_model", "d_ff", "vocab_size"):
-            if self.d_model * getattr(self, name) > 2**60:  # in fp32, torch cannot even count its bytes
-                raise ConfigError(
-                    f"model.d_model={self.d_model}, model.{name}={getattr(self, name)}: a weight of that shape has "
-                    "more than 2**60 elements"
-                )
+        if self.d_model * max(self.d_model, self.d_ff, self.vocab_size) > 2**60:  # torch cannot even count the bytes
+            raise ConfigError(f"model.d_model={self.d_model}: makes a weight with more than 2**60 elements")
