@@ -1,4 +1,4 @@
-"""Steps that fail on every rank alike: no rank waits in a collective for one that has raised.
+"""Actions that succeed or fail on every rank together, so that no rank waits in a collective for one that has raised.
 
 Without a process group each of these is a plain call.
 """
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(RuntimeError):
-    """What a rank raises when another one has met an error that is no user's mistake."""
+    """Raised on a rank when another one has failed with an error that is not a user's mistake."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What one rank's action came to: a value, or a message and whether a user can mend it."""
+    """The result of one rank's action: a value, or an error message and whether it is the user's mistake."""
 
     value: Any = None
     error: str | None = None
@@ -45,8 +45,8 @@ def together(action: Callable[[], T]) -> list[T]:
     ``action`` must not hold a collective: a rank that raised before it would leave the others waiting there.
 
     Raises:
-        StateError: on every rank, that of the lowest rank that met a :class:`StateError` or :class:`OSError`.
-        OtherRankFailed: on the others, when a rank met any other exception, which it raises itself.
+        StateError: on every rank, if any raised a :class:`StateError` or :class:`OSError`: that of the lowest one.
+        OtherRankFailed: if a rank raised any other exception, on all ranks except those, which raise their own.
     """
     mine, caught = _attempt(action)
     outcomes = [mine]
@@ -57,7 +57,7 @@ def together(action: Callable[[], T]) -> list[T]:
 
 
 def agreed(action: Callable[[], T]) -> T:
-    """Runs ``action`` on every rank and returns this rank's result, unsent. Every rank must call it.
+    """Runs ``action`` on every rank and returns this rank's own result. Every rank must call it.
 
     Raises:
         StateError, OtherRankFailed: as :func:`together`.

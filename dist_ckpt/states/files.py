@@ -1,10 +1,10 @@
-"""The files of a training state's folder, and how they are checked before anything of them is used.
+"""The files in a training state's folder, and the checks they must pass before anything is used.
 
 ========================  ===========================================================================
 ``__0_0.distcp`` …        tensors, written by torch.distributed.checkpoint, one file a rank
 ``.metadata``             where each tensor lies
-``state.json``            everything that is no tensor
-``manifest.json``         size and checksum of each file above; written last: where it is, all is there
+``state.json``            everything except tensors
+``manifest.json``         size and checksum of each file above; written last: if it exists, the state is complete
 ========================  ===========================================================================
 """
 
@@ -53,22 +53,22 @@ def is_complete(folder: Path) -> bool:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Makes an empty folder on rank 0. Every rank must call it.
+    """Creates an empty folder on rank 0. Every rank must call it.
 
     Raises:
-        StateError: the folder holds something, or cannot be made.
+        StateError: the folder is not empty, or cannot be created.
     """
 
     def make() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise StateError(f"{folder}: is not empty; a training state needs a folder of its own")
+            raise StateError(f"{folder}: is not empty; a training state needs its own folder")
 
     on_rank_zero(make)
 
 
 def seal_folder(folder: Path, record: Mapping[str, Any]) -> None:
-    """Writes what is no tensor, then the manifest. Every rank must call it, once DCP has written all tensors.
+    """Writes everything except tensors, then the manifest. Every rank must call it, once DCP has written all tensors.
 
     Args:
         record: what goes into ``state.json``; rank 0's is written.
@@ -90,7 +90,7 @@ def seal_folder(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def open_folder(folder: Path) -> StateFolder:
-    """Checks every file of a state, the ranks sharing the work, and reads all but the tensors.
+    """Verifies every file of a state, sharing the work between ranks, and reads everything except the tensors.
 
     Every rank must call it.
 
@@ -111,9 +111,7 @@ def open_folder(folder: Path) -> StateFolder:
     files = agreed(check)
 
     def read() -> StateFolder:
-        record = _read_json(folder / RECORD_FILE)
-        if not _is_record(record):
-            raise StateError(f"{folder / RECORD_FILE}: is damaged: some of what every state has is not there")
+        record = read_record(folder)
         shards = [name for name in files if name.endswith(SHARD_SUFFIX)]
         metadata = read_metadata(folder / METADATA_FILE, shards)
         entries = metadata.state_dict_metadata.items()
@@ -123,18 +121,29 @@ def open_folder(folder: Path) -> StateFolder:
     return agreed(read)
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """What ``state.json`` holds; its checksum is not verified.
+
+    Raises:
+        StateError: the file is missing, damaged or not from this program.
+    """
+    record = _read_json(folder / RECORD_FILE)
+    if not _is_record(record):
+        raise StateError(f"{folder / RECORD_FILE}: is damaged: required entries are missing")
+    return record
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise StateError(f"{folder}: no such folder; a training state is a folder such as states/step_20")
     if not is_complete(folder):
         raise StateError(
-            f"{folder}: is no training state, or one of another program, or incomplete: it has no {MANIFEST_FILE}, "
-            "which is written last"
+            f"{folder}: is not a complete training state: it has no {MANIFEST_FILE}, which is written last"
         )
     files: Any = _read_json(folder / MANIFEST_FILE).get("files")
     good = isinstance(files, dict) and {METADATA_FILE, RECORD_FILE} <= set(files)
     if not good or not all(_is_entry(name, entry) for name, entry in files.items()):
-        raise StateError(f"{folder / MANIFEST_FILE}: is damaged: its list of files cannot be right")
+        raise StateError(f"{folder / MANIFEST_FILE}: is damaged: its list of files is not valid")
     return dict(files)
 
 
@@ -144,14 +153,8 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def _is_record(record: Mapping[str, Any]) -> bool:
-    optimizer = record.get("optimizer")
     kinds = {"world_size": int, "tied": dict, "optimizer": dict, "extra": dict}
-    if not isinstance(optimizer, dict) or not _has(record, kinds):
-        return False
-    if not _has(optimizer, {"kind": str, "stepped": bool, "groups": list}):
-        return False
-    group = {"parameters": list, "values": dict}
-    return all(isinstance(one, dict) and _has(one, group) for one in optimizer["groups"])
+    return _has(record, kinds) and _has(record["optimizer"], {"kind": str, "stepped": bool, "parameters": list})
 
 
 def _has(value: Mapping[str, Any], kinds: Mapping[str, type]) -> bool:
@@ -169,7 +172,7 @@ def _check_size(file: Path, expected_bytes: int) -> None:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StateError(f"{file}: is damaged: {error}") from error
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise StateError(f"{file}: was not written by dist_ckpt")
@@ -198,7 +201,7 @@ def _sha256(file: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the folder's entries survive a power cut, as each file's content already does."""
+    """Flushes the folder's entries to disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

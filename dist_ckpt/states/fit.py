@@ -1,4 +1,4 @@
-"""Whether the tensors of a state are those of a model, told in terms a user can act on."""
+"""Whether a state's tensors match those of a model, and if not, in which respect."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_fit(
         folder: the state, for the message.
         what: what the run has: "model" or "optimizer".
         prefix: what the keys of its tensors begin with; a state's other keys are left out.
-        tensors: the run's (plain, DTensor or ShardedTensor), by key.
-        entries: the state's.
+        tensors: of the run (plain, DTensor or ShardedTensor), by key.
+        entries: of the state.
 
     Raises:
         StateError: lists a few of each kind of difference, and the numbers of layers where these differ.
@@ -59,7 +59,7 @@ def check_fit(
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """A few of many names, for a message.
+    """The first few of many names, for a message.
 
     >>> listed(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

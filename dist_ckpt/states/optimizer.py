@@ -1,16 +1,15 @@
-"""What an optimizer remembers, under the plain model's parameter names, however the model is sharded.
+"""An optimizer's moments under the plain model's parameter names, however the model is sharded.
 
-Moments are tensors and go to torch.distributed.checkpoint; the groups' hyper-parameters are plain values and
-go to ``state.json``, since DCP would pickle them.
+Moments are all that a state keeps of an optimizer. Its groups and their options (learning rate, weight decay, …) are
+the run's own: they come from the configuration, and a resumed run may ask for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,91 +22,50 @@ from dist_ckpt.errors import StateError
 from dist_ckpt.names import unwrapped_name
 from dist_ckpt.states.fit import listed
 
-Groups = list[list[str]]
-"""The names of the parameters in each of an optimizer's groups."""
-
-IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""What says how a step is computed and not what it computes; a state neither keeps nor changes it."""
-
 PREFIX = "optimizer.state."
 """What the keys of all moments begin with."""
 
 
-def group_names(optimizer: Optimizer, stored: Mapping[int, str]) -> Groups:
-    """The names under which a state stores the parameters of each group.
+def describe(optimizer: Optimizer, stored: Mapping[int, str]) -> dict[str, Any]:
+    """The optimizer's class and the names of its parameters.
 
     Args:
         stored: the name of each of the model's parameters, by ``id``.
 
     Raises:
-        StateError: the optimizer steps something that is no parameter of the model.
+        StateError: the optimizer has a parameter that is not in the model.
     """
-    groups: Groups = []
+    names = []
     for index, group in enumerate(optimizer.param_groups):
-        names = [stored.get(id(parameter)) for parameter in group["params"]]
-        if None in names:
-            raise StateError(
-                f"optimizer group {index}: parameter {names.index(None)} is not in the model; make the "
-                "optimizer from the wrapped model's parameters (FSDP1 needs use_orig_params=True)"
-            )
-        groups.append([name for name in names if name is not None])
-    return groups
+        for number, parameter in enumerate(group["params"]):
+            if id(parameter) not in stored:
+                raise StateError(
+                    f"optimizer group {index}: parameter {number} is not in the model; make the "
+                    "optimizer from the wrapped model's parameters (FSDP1 needs use_orig_params=True)"
+                )
+            names.append(stored[id(parameter)])
+    return {"kind": type(optimizer).__name__, "parameters": sorted(names)}
 
 
-def describe(optimizer: Optimizer, groups: Groups) -> dict[str, Any]:
-    """The optimizer's kind and its groups' hyper-parameters, as JSON can hold them.
-
-    Raises:
-        StateError: a hyper-parameter that is no number, string, flag, or list of those.
-    """
-    described = []
-    for names, group in zip(groups, optimizer.param_groups, strict=True):
-        values = {key: _plain(value, key) for key, value in group.items() if key not in IMPLEMENTATION_KEYS}
-        described.append({"parameters": names, "values": values})
-    return {"kind": type(optimizer).__name__, "groups": described}
-
-
-def match_groups(
-    optimizer: Optimizer, groups: Groups, described: Mapping[str, Any], where: str
-) -> list[dict[str, Any]]:
-    """The saved hyper-parameters for each of the optimizer's groups, in their order.
+def check_same(here: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Compares two results of :func:`describe`.
 
     Args:
-        described: what :func:`describe` returned when the state was saved.
-        where: the start of a message: the file.
+        where: the start of a message: the state.
 
     Raises:
-        StateError: another kind of optimizer, or groups of other parameters.
+        StateError: another class of optimizer, or other parameters.
     """
-    kind = type(optimizer).__name__
-    if described["kind"] != kind:
-        raise StateError(f"{where}: was saved with optimizer {described['kind']}, this run has {kind}")
-    saved = list(described["groups"])
-    values: list[dict[str, Any]] = []
-    for index, names in enumerate(groups):
-        found = next((group for group in saved if set(group["parameters"]) == set(names)), None)
-        if found is None:
-            raise StateError(f"{where}: {_difference(index, names, described['groups'])}")
-        saved.remove(found)
-        values.append(found["values"])
-    if saved:
-        raise StateError(f"{where}: has {len(described['groups'])} optimizer groups, this run has {len(groups)}")
-    for index, group in enumerate(optimizer.param_groups):
-        unlike = (set(group) - IMPLEMENTATION_KEYS) ^ set(values[index])
-        if unlike:
-            raise StateError(f"{where}: optimizer group {index} has other options: {', '.join(sorted(unlike))}")
-    return values
-
-
-def set_hyper_parameters(optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
-    """Gives each group its saved hyper-parameters, in the type it has now (a tensor ``lr`` stays one)."""
-    for group, saved in zip(optimizer.param_groups, values, strict=True):
-        for key, value in saved.items():
-            now = group[key]
-            if isinstance(now, Tensor):  # a new one: AdamW gives all groups the same
-                group[key] = torch.full_like(now, value)
-            else:
-                group[key] = tuple(value) if isinstance(now, tuple) else value
+    if here["kind"] != saved["kind"]:
+        raise StateError(f"{where}: was saved with optimizer {saved['kind']}, this run has {here['kind']}")
+    ours, theirs = set(here["parameters"]), set(saved["parameters"])
+    parts = [
+        f"{whose}: {listed(sorted(names))}"
+        for whose, names in (("only in this run", ours - theirs), ("only in the state", theirs - ours))
+        if names
+    ]
+    if parts:
+        raise StateError(f"{where}: the optimizer has other parameters ({'; '.join(parts)})")
 
 
 def moments(model: nn.Module, optimizer: Optimizer, canonical: Mapping[str, str]) -> dict[str, Any]:
@@ -118,7 +76,7 @@ def moments(model: nn.Module, optimizer: Optimizer, canonical: Mapping[str, str]
     Raises:
         StateError: something in the state is no tensor.
     """
-    with _without_empty_groups(optimizer):
+    with _own_groups(optimizer):
         state_dict: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     for key, value in named_moments(state_dict, canonical).items():
         if not isinstance(value, Tensor):
@@ -152,7 +110,7 @@ def drop_unsaved(state_dict: dict[str, Any], canonical: Mapping[str, str], saved
 
 def set_moments(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Gives the optimizer the moments of a filled :func:`moments`. A collective under FSDP1."""
-    with _without_empty_groups(optimizer):
+    with _own_groups(optimizer):
         set_optimizer_state_dict(model, optimizer, state_dict, options=StateDictOptions(strict=False))
 
 
@@ -163,38 +121,18 @@ def forget(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """DCP takes at most one group without parameters and mixes up its values, which are set apart from it."""
-    groups = list(optimizer.param_groups)
+def _own_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Leaves the groups and their options as they are, whatever DCP loads; hides those without parameters from it.
+
+    DCP takes at most one group without parameters. It replaces the groups' dicts when it loads.
+    """
+    groups = optimizer.param_groups
     optimizer.param_groups = [group for group in groups if group["params"]]
     try:
         yield
     finally:
-        filled = iter(optimizer.param_groups)  # DCP replaces the dicts that it loads
-        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]
+        optimizer.param_groups = groups
 
 
 def _stored_name(name: str, canonical: Mapping[str, str]) -> str:
     return canonical.get(unwrapped_name(name), unwrapped_name(name))
-
-
-def _difference(index: int, names: list[str], saved: Sequence[Mapping[str, Any]]) -> str:
-    """Why no saved group has exactly these parameters, for a message."""
-    ours = set(names)
-    theirs = max((set(group["parameters"]) for group in saved), key=lambda group: len(group & ours), default=set())
-    parts = [
-        f"{where} {listed(sorted(some))}"
-        for where, some in (("only here:", ours - theirs), ("only there:", theirs - ours))
-        if some
-    ]
-    return f"no optimizer group has the parameters of this run's group {index} ({'; '.join(parts)})"
-
-
-def _plain(value: Any, key: str) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (list, tuple)):
-        return [_plain(one, key) for one in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise StateError(f"optimizer option {key}: a {type(value).__name__} cannot be saved")

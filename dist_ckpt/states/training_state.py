@@ -1,9 +1,9 @@
-"""Saving and loading a training state: weights, optimizer, random generators, and what the loop adds.
+"""Saving and loading a training state: weights, optimizer moments, random generators, and what the loop adds.
 
-One layout for every engine and number of ranks: tensors lie in the folder under the plain model's names, so
-that a state saved under DDP on four ranks loads under FSDP2 on two, under FSDP1, or in one process, bit for
-bit. Every rank calls, and then every rank returns or every rank raises the same :class:`StateError`. The
-ranks share one file system.
+The layout is the same for every engine and number of ranks: tensors are stored under the plain model's names, so that
+a state saved under DDP on four ranks loads under FSDP2 on two, under FSDP1, or in one process, bit for bit. These
+functions are collective: either every rank returns, or every rank raises the same :class:`StateError`. All ranks need
+access to the same file system.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _RNG = "rng"
 
 
 def save_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer, extra: Mapping[str, Any]) -> None:
-    """Writes a training state into the folder ``path``, empty or not there yet. Every rank must call it.
+    """Writes a training state into the folder ``path``, which is empty or does not exist. Every rank must call it.
 
-    Changes neither weights nor optimizer nor generators: training goes on as it would have without. A tied
-    weight is stored once, under its first name. Of a buffer that differs between ranks, one rank's is stored.
+    Changes neither weights nor optimizer nor generators: saving has no effect on the training. A tied weight is
+    stored once, under its first name. Of a buffer that differs between ranks, one rank's is stored.
 
     Args:
         model: a plain module in one process, or one under DDP, FSDP1 (``use_orig_params=True``) or FSDP2.
         optimizer: made from the wrapped model's parameters.
-        extra: what the loop wants back, as JSON can hold it (step, position, …); rank 0's is stored.
+        extra: what the loop wants back, in types that JSON has (step, position, …); rank 0's is stored.
 
     Raises:
-        StateError: on every rank alike: the folder is in use, a file cannot be written, or something in
-            ``extra``, the model or the optimizer is neither a tensor nor plain.
+        StateError: on every rank: the folder is in use, a file cannot be written, ``extra`` is not JSON, or the state
+            of the model or the optimizer holds anything but tensors.
     """
     folder = Path(path)
     rank, world_size = rank_and_world_size()
@@ -57,8 +57,7 @@ def save_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer
     def inspect() -> tuple[_Names, dict[str, Any]]:
         _check_extra(extra)
         names = _names(model)
-        groups = optimizer_state.group_names(optimizer, names.stored)
-        return names, optimizer_state.describe(optimizer, groups)
+        return names, optimizer_state.describe(optimizer, names.stored)
 
     names, described = agreed(inspect)
     had_state = bool(optimizer.state)
@@ -85,21 +84,20 @@ def save_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer
 
 
 def load_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Puts a saved training state into model, optimizer and generators. Every rank must call it.
+    """Loads a training state into model, optimizer and random generators. Every rank must call it.
 
-    Every file is checked, and every name and shape compared, before anything is put anywhere. Nothing that
-    the state holds is executed. Gradients are dropped; ``fused``, ``foreach`` and the like stay as the
-    optimizer has them.
+    Every file is verified, and every name and shape compared, before anything is changed. Nothing in the state is
+    executed. Gradients are dropped. Of the optimizer, the moments alone are restored: its groups
+    keep the options that they have, the learning rate among them.
 
     Returns:
-        The ``extra`` of the save, and under ``"rng"`` the generator states that this rank now has again, or
-        None if the state is of another number of ranks: its generators cannot be mapped to these, which stay
-        as they are.
+        The ``extra`` of the save, and under ``"rng"`` whether the random generators go on where they were. False if
+        the state is of another number of ranks: its generators cannot be mapped to these, which stay as they are.
 
     Raises:
-        StateError: on every rank alike: names the file that is missing, damaged, foreign or not trusted, or
-            says how the state does not fit the model or the optimizer. Weights and optimizer are then as
-            before, but for a shard forged together with its checksum: that is found while weights are read.
+        StateError: on every rank: names the file that is missing, damaged, foreign or not trusted, or
+            says how the state does not fit the model or the optimizer. Weights and optimizer are then
+            unchanged, except if a shard was forged together with its checksum: that is found while reading weights.
     """
     folder = Path(path)
     state = open_folder(folder)
@@ -107,15 +105,16 @@ def load_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer
     with _quiet():
         model_dict = get_model_state_dict(model)
 
-    def fit() -> tuple[_Names, list[dict[str, Any]]]:
+    def fit() -> _Names:
         names = _names(model)
         tensors = _stored_tensors(model_dict, names)
         _check_tensors(tensors)
         check_fit(folder, "model", MODEL_PREFIX, tensors, state.entries)
-        groups = optimizer_state.group_names(optimizer, names.stored)
-        return names, optimizer_state.match_groups(optimizer, groups, state.record["optimizer"], str(folder))
+        described = optimizer_state.describe(optimizer, names.stored)
+        optimizer_state.check_same(described, state.record["optimizer"], str(folder))
+        return names
 
-    names, hyper_parameters = agreed(fit)
+    names = agreed(fit)
     rng = _rng_targets(state)
     before = dict(optimizer.state)
     optimizer_state.forget(optimizer)
@@ -132,15 +131,14 @@ def load_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer
         optimizer.state.clear()
         optimizer.state.update(before)
         raise
-    optimizer_state.set_hyper_parameters(optimizer, hyper_parameters)
     states = {key.rpartition(".")[2]: tensor for key, tensor in rng.items()}
     if states:
         agreed(lambda: set_rng_states(states))
-    return {**state.record["extra"], _RNG: states or None}
+    return {**state.record["extra"], _RNG: bool(states)}
 
 
 def _moment_targets(state: StateFolder, model: nn.Module, optimizer: Optimizer, names: _Names) -> dict[str, Any]:
-    """The optimizer's state dict, of the parameters that have moments in the state; its values get filled."""
+    """The optimizer's state dict, restricted to parameters that have moments in the state; its values are filled."""
     if not state.record["optimizer"]["stepped"]:
         return {"state": {}}
     moments = optimizer_state.moments(model, optimizer, names.canonical)
@@ -173,17 +171,17 @@ def rng_states() -> dict[str, Tensor]:
 
 
 def set_rng_states(states: Mapping[str, Tensor]) -> None:
-    """Gives the default generators what :func:`rng_states` returned; that of a device not here is left out.
+    """Restores what :func:`rng_states` returned; the state of a device that is not available here is ignored.
 
     Raises:
-        StateError: these are no states of generators.
+        StateError: these are not states of generators.
     """
     try:
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
     except (KeyError, RuntimeError) as error:
-        raise StateError(f"the random generators do not take these states: {error}") from error
+        raise StateError(f"these are not states of random generators: {error}") from error
 
 
 def _rng_targets(state: StateFolder) -> dict[str, Tensor]:
@@ -228,7 +226,7 @@ def _stored_tensors(model_dict: Mapping[str, Any], names: _Names) -> dict[str, A
 
 
 def _put_tied(model_dict: dict[str, Any], names: _Names) -> None:
-    """Makes each name of a tied weight hold what was loaded under the first: FSDP1 gives each a copy."""
+    """Puts what was loaded under a tied weight's first name under its others too: FSDP1 has a copy for each."""
     by_plain = {unwrapped_name(name): name for name in model_dict}
     for other, first in names.canonical.items():
         if other in by_plain:
@@ -238,7 +236,7 @@ def _put_tied(model_dict: dict[str, Any], names: _Names) -> None:
 def _check_tensors(tensors: Mapping[str, Any]) -> None:
     for key, value in tensors.items():
         if not isinstance(value, Tensor):
-            raise StateError(f"{key}: is {type(value).__name__}; a training state holds nothing but tensors")
+            raise StateError(f"{key}: is {type(value).__name__}; a training state holds only tensors")
 
 
 def _check_extra(extra: Mapping[str, Any]) -> None:
@@ -247,11 +245,11 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
     try:
         json.dumps(dict(extra))
     except (TypeError, ValueError, RecursionError) as error:
-        raise StateError(f"extra: JSON cannot hold it: {error}") from error
+        raise StateError(f"extra: is not JSON: {error}") from error
 
 
 def _reshard(model: nn.Module) -> None:
-    """Makes FSDP2's parameters those that the optimizer knows; the root's are not after an evaluation."""
+    """Makes FSDP2's parameters the sharded ones that the optimizer has; after an evaluation the root's are not."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -271,7 +269,7 @@ def _run(folder: Path, action: Callable[[], Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides what DCP and FSDP1 warn about their own insides, and that one process is no process group."""
+    """Hides warnings of DCP and FSDP1 about their own internals, and about running without a process group."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.")

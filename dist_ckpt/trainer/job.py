@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,17 +14,21 @@ from dist_ckpt.batch import Batch
 from dist_ckpt.cost import PlanCost, plan_cost
 from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
 from dist_ckpt.engines.optim import OptimizerOptions
-from dist_ckpt.errors import ConfigError, PlanError
+from dist_ckpt.errors import ConfigError, DataError, PlanError
 from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
 from dist_ckpt.report.console import Console
+from dist_ckpt.trainer.checks import check_batch
 from dist_ckpt.trainer.config import Config, DeviceType, config_yaml
 from dist_ckpt.trainer.data import RowDataset, build_data
-from dist_ckpt.trainer.loop import Loop
+from dist_ckpt.trainer.loop import Loop, differences
 from dist_ckpt.trainer.models.init import init_parameters
 from dist_ckpt.trainer.models.llama import Transformer
 from dist_ckpt.trainer.process import Place, Termination
 from dist_ckpt.trainer.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from dist_ckpt.trainer.data.corpus import Files
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Job:
     config: Config
     place: Place
     device: torch.device
+    model: Transformer
+    """On the meta device."""
     plan: Plan
     engine: DataParallelEngine
     """Not yet prepared."""
@@ -39,36 +47,42 @@ class Job:
     validation_rows: RowDataset
 
     @staticmethod
-    def build(config: Config, place: Place) -> Job:
+    def build(config: Config, place: Place, files: Files | None = None) -> Job:
         """Builds all parts.
+
+        Args:
+            files: those of the data, if they have been found before.
 
         Raises:
             DistCkptError: a part that cannot be built from this configuration, on this machine.
         """
         device = run_device(config, place)
-        plan = make_plan(build_model(config), config.ckpt)
+        model = build_model(config)
+        plan = make_plan(model, config.ckpt)
         engine = build_engine(config, device)
         if problems := engine.refuses(plan):
             raise PlanError("; ".join(problems))
+        vocab_size, train = config.model.vocab_size, config.train
         train_rows, validation_rows = build_data(
-            config.data, vocab_size=config.model.vocab_size, seq_len=config.train.seq_len, seed=config.train.seed
+            config.data, vocab_size=vocab_size, seq_len=train.seq_len, seed=train.seed, files=files
         )
+        check_batch(config, place.world_size, train_rows.num_rows)
         if config.train.eval_every:
             validation_rows.require_rows()
-        return Job(config, place, device, plan, engine, train_rows, validation_rows)
+        return Job(config, place, device, model, plan, engine, train_rows, validation_rows)
 
     def forecast(self) -> str:
-        """What a dry run says: the run in one line, the plan and what it costs."""
+        """The output of a dry run: the run in one line, the plan and its cost."""
         config = self.config
         ranks = config.ranks(self.place.world_size)
         rows = config.resolved_global_batch(ranks)
-        parameters = sum(p.numel() for p in build_model(config).parameters())
+        parameters = sum(p.numel() for p in self.model.parameters())
         return "\n".join(
             (
                 f"run: {parameters:,} parameters, {config.engine.name} on {ranks} rank{'s'[: ranks != 1]}, "
                 f"{rows:,} rows of {config.train.seq_len:,} tokens an update",
                 str(self.plan),
-                f"cost: {cost_of(config, self.plan)}",
+                f"cost: {cost_of(config, self.model, self.plan)}",
                 f"data: {self.train_rows.description}",
             )
         )
@@ -79,8 +93,12 @@ def train(job: Job, folder: RunFolder) -> bool:
 
     Returns:
         Whether all steps were done; False after a SIGTERM.
+
+    Raises:
+        DataError: the ranks have found different data.
     """
     config, place = job.config, job.place
+    _check_same_data(job)
     console = Console(config.train.steps, quiet=place.rank != 0)
     if place.rank == 0:
         folder.config.write_text(config_yaml(config), encoding="utf-8")
@@ -90,19 +108,37 @@ def train(job: Job, folder: RunFolder) -> bool:
     console.say(f"data: {job.train_rows.description}")
     # Dropout: each rank its own stream.
     torch.manual_seed((config.train.seed * 1_000_003 + place.rank) % 2**63)
-    job.engine.prepare(build_model(config), job.plan)
-    if config.train.accum_sync == "boundary" and job.engine.accumulation_cost_bytes():
-        cost = job.engine.accumulation_cost_bytes() / 2**30
+    job.engine.prepare(job.model, job.plan)
+    if config.train.accum_sync == "boundary" and (nbytes := job.engine.accumulation_cost_bytes()):
         console.say(
-            f"train.accum_sync=boundary keeps {cost:.3f} GiB of unsharded gradients on each rank until the boundary"
+            f"train.accum_sync=boundary keeps {nbytes / 2**30:.3f} GiB of unsharded gradients on each rank until the "
+            "boundary"
         )
     loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination())
     loop.resume(restarted=place.restarts > 0)
     done = loop.run()
     if loop.report is not None:
         console.table(loop.report)
+        if opaque := job.engine.meter.opaque:
+            console.say(
+                f"activations may be higher than shown: {', '.join(opaque)} may hold tensors that are not counted"
+            )
     console.say(loop.summary())
     return done
+
+
+def _check_same_data(job: Job) -> None:
+    """Refuses ranks with different data, such as two machines with different Python versions and ``data=stdlib``."""
+    mine = [dict(rows.fingerprint) for rows in (job.train_rows, job.validation_rows)]
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        for which, one, other in zip(("training", "validation"), everyone[0], theirs, strict=True):
+            if differing := differences(one, other):
+                raise DataError(
+                    f"data: ranks 0 and {rank} have different {which} data ({', '.join(differing)}); "
+                    "every machine needs the same files"
+                )
 
 
 def agree_on_folder(folder: RunFolder | None) -> RunFolder:
@@ -143,11 +179,11 @@ def build_model(config: Config) -> Transformer:
         return Transformer(config.model)
 
 
-def cost_of(config: Config, plan: Plan) -> PlanCost:
-    """What the plan costs on one micro-batch of this run, in the run's precision."""
-    model: nn.Module = build_model(config)
+def cost_of(config: Config, model: Transformer, plan: Plan) -> PlanCost:
+    """What the plan costs on one micro-batch of this run, in the run's precision; the model is left as it is."""
     autocast = config.engine.name == "ddp" and config.train.precision == "bf16"
     if config.train.precision == "bf16" and not autocast:  # FSDP gathers low-precision copies of the parameters
+        model = copy.deepcopy(model)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
     shape = (config.train.micro_batch, config.train.seq_len)

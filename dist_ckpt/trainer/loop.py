@@ -1,22 +1,25 @@
-"""The training loop. It never calls ``backward``: an update is the engine's."""
+"""The training loop. It never calls ``backward``: the engine performs each update as a whole."""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dist_ckpt.batch import IGNORE_INDEX, Batch
 from dist_ckpt.engines import DataParallelEngine, StepResult
+from dist_ckpt.errors import StateError
 from dist_ckpt.memory.meter import gather_report
 from dist_ckpt.memory.records import MemoryReport
 from dist_ckpt.report.console import Console
 from dist_ckpt.report.jsonl import JsonLines
 from dist_ckpt.trainer.config import Config
-from dist_ckpt.trainer.data import RowDataset, micro_batch
+from dist_ckpt.trainer.data import RowDataset, micro_batch, micro_batches
 from dist_ckpt.trainer.process import Termination
 from dist_ckpt.trainer.run_folder import RunFolder
 from dist_ckpt.trainer.state import StateStore
@@ -24,14 +27,10 @@ from dist_ckpt.trainer.state import StateStore
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class Progress:
-    """Where a run stands."""
-
-    step: int = 0
-    """Updates done."""
-    position: int = 0
-    """Global index of the next sample; independent of the number of ranks."""
+_HYPER_PARAMETERS = (
+    "lr", "min_lr_ratio", "warmup_steps", "steps", "weight_decay", "beta1", "beta2", "optimizer_eps", "clip",
+)  # fmt: skip
+"""Options of ``train`` that a resumed run may change; it says so."""
 
 
 class Loop:
@@ -62,66 +61,78 @@ class Loop:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.grad_accum = config.resolved_grad_accum(self.world_size)
         self.store = StateStore(folder.states, config.train.keep)
-        self.progress = Progress()
+        self.position = 0
+        """Global index of the next sample; independent of the number of ranks."""
         self.report: MemoryReport | None = None
+        """The last one."""
         self._first_step = 0
         self._last: StepResult | None = None
         self._saved_at: int | None = None
         self._started_s = time.perf_counter()
 
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self.engine.step
+
     def resume(self, restarted: bool) -> None:
-        """Takes up a saved training state, if one is asked for and there.
+        """Loads a training state, if one is asked for and exists.
 
         Args:
-            restarted: the run goes on from its own newest state, whatever it was started from.
+            restarted: the run continues from its own newest state, whatever it was started from.
+
+        Raises:
+            StateError: on every rank: the state is damaged, does not fit, or was saved with other data.
         """
         path = (self.store.latest() if restarted else None) or self.store.resolve(self.config.train.resume)
         if path is None:
             return
         extra = self.engine.load(str(path))
-        self.progress = Progress(extra["step"], extra["position"])
-        self._saved_at = self.progress.step if path.parent == self.folder.states else None
-        self.console.say(f"resumed from {path} at step {self.progress.step}")
-        if extra["rng"] is None:
+        self.position = self._position(path, extra)
+        self._saved_at = self.step if path.parent == self.folder.states else None
+        self.console.say(f"resumed from {path} at step {self.step}")
+        if changed := differences(extra.get("options", {}), self._options()):
+            self.console.say(f"changed since the state was saved: {', '.join(changed)}")
+        if not extra["rng"]:
             self.console.say(
-                "the state is of another number of ranks: random generators start anew, so dropout differs from a run "
-                "that was never stopped"
+                "the state was saved by another number of ranks: random generators start anew, so dropout differs from "
+                "that of an uninterrupted run"
             )
 
     def run(self) -> bool:
-        """Trains to the last step, or to a SIGTERM.
+        """Trains until the last step, or until a SIGTERM.
 
         Returns:
             Whether all steps were done.
         """
-        train, first_step = self.config.train, self.progress.step
+        train, first_step = self.config.train, self.step
         self._first_step = first_step
         writes = self.rank == 0
         metrics = JsonLines(self.folder.metrics, first_step) if writes else None
         memory = JsonLines(self.folder.memory, first_step) if writes else None
         self.console.start(first_step)
         try:
-            while self.progress.step < train.steps and not self._asked_to_stop():
+            while self.step < train.steps and not self._asked_to_stop():
                 line = self._step()
                 if metrics is not None and memory is not None:
                     metrics.write(line)
-                    if self.report is not None and self.report.step == self.progress.step:
+                    if self.report is not None and self.report.step == self.step:
                         memory.write(self.report.to_dict())
-                if train.save_every and self.progress.step % train.save_every == 0:
+                if train.save_every and self.step % train.save_every == 0:
                     self.save()
         finally:
             self.console.stop()
             for file in (metrics, memory):
                 if file is not None:
                     file.close()
-        done = self.progress.step >= train.steps
-        if (train.save_every or not done) and self._saved_at != self.progress.step:
+        done = self.step >= train.steps
+        if (train.save_every or not done) and self._saved_at != self.step:
             self.save()
         return done
 
     def summary(self) -> str:
-        """What happened, in one line."""
-        step, steps = self.progress.step, self.config.train.steps
+        """The outcome, in one line."""
+        step, steps = self.step, self.config.train.steps
         if step < steps:
             what = f"stopped by SIGTERM after step {step} of {steps}, training state saved"
         elif self._last is None:
@@ -133,25 +144,45 @@ class Loop:
 
     def save(self) -> None:
         """Saves the training state of this step; all ranks call it."""
-        extra = {"position": self.progress.position}
-        path = self.store.save(self.progress.step, lambda temporary: self.engine.save(str(temporary), extra))
-        self._saved_at = self.progress.step
+        extra = {
+            "position": self.position,
+            "data": dict(self.train_rows.fingerprint),
+            "options": self._options(),
+        }
+        path = self.store.save(self.step, lambda folder, number: self.engine.save(str(folder), {**extra, **number}))
+        self._saved_at = self.step
         _log.info("saved the training state to %s", path)
 
+    def _options(self) -> dict[str, Any]:
+        return {f"train.{name}": getattr(self.config.train, name) for name in _HYPER_PARAMETERS}
+
+    def _position(self, path: Path, extra: Mapping[str, Any]) -> int:
+        """The position in the data, which means the same rows here as where it was saved."""
+        position, data = extra.get("position"), extra.get("data")
+        if not isinstance(position, int) or not isinstance(data, dict):
+            raise StateError(f"{path}: holds no position in the data; it was not saved by this program")
+        if differing := differences(data, self.train_rows.fingerprint):
+            raise StateError(
+                f"{path}: was saved by a run with other data, in which its position {position} means other rows "
+                f"(state → this run: {', '.join(differing)})"
+            )
+        return position
+
     def _step(self) -> dict[str, float | int]:
-        config, progress = self.config, self.progress
+        config, number = self.config, self.step + 1
         start = time.perf_counter()
-        measure = (progress.step + 1) % config.report.every == 0 or progress.step + 1 == config.train.steps
-        result = self.engine.train_step(self._micro_batches(), measure=measure)
+        measure = number % config.report.every == 0 or number == config.train.steps
+        size = config.train.micro_batch
+        batches = micro_batches(self.train_rows, self.position, self.rank, self.world_size, size, self.grad_accum)
+        result = self.engine.train_step(batches, measure=measure)
         seconds = time.perf_counter() - start
         self._last = result
-        progress.step += 1
-        progress.position += config.train.micro_batch * self.world_size * self.grad_accum
+        self.position += size * self.world_size * self.grad_accum
         if measure:
             assert self.engine.memory is not None
             self.report = gather_report(self.engine.memory)
         line: dict[str, float | int] = {
-            "step": progress.step,
+            "step": number,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
@@ -159,35 +190,39 @@ class Loop:
             "tokens_per_s": result.tokens / seconds,
             "step_s": seconds,
         }
-        self.console.step(progress.step, result.loss, result.grad_norm, line["tokens_per_s"], self.report)
-        if config.train.eval_every and progress.step % config.train.eval_every == 0:
+        self.console.step(number, result.loss, result.grad_norm, line["tokens_per_s"], self.report)
+        if config.train.eval_every and number % config.train.eval_every == 0:
             line["eval_loss"] = self.engine.eval_loss(self._validation_batches())
-            self.console.say(f"step {progress.step}/{config.train.steps}  validation loss {line['eval_loss']:.4f}")
+            self.console.say(f"step {number}/{config.train.steps}  validation loss {line['eval_loss']:.4f}")
         _log.info("%s", line)
         return line
 
-    def _micro_batches(self) -> list[Batch]:
+    def _validation_batches(self) -> Iterator[Batch]:
+        """This rank's validation rows, at most all of them once; all ranks yield the same number of micro-batches."""
         size = self.config.train.micro_batch
-        starts = (self.progress.position + m * size * self.world_size for m in range(self.grad_accum))
-        return [micro_batch(self.train_rows, start, self.rank, size) for start in starts]
-
-    def _validation_batches(self) -> list[Batch]:
-        """This rank's validation rows; as many micro-batches on each rank, for the ranks evaluate together."""
-        size = self.config.train.micro_batch
-        starts = (m * size * self.world_size for m in range(self.config.train.eval_batches))
-        return [
-            self._without_repeats(micro_batch(self.validation_rows, start, self.rank, size), start) for start in starts
-        ]
+        at_once = size * self.world_size
+        for number in range(min(self.config.train.eval_batches, -(-self.validation_rows.num_rows // at_once))):
+            start = number * at_once
+            yield self._without_repeats(micro_batch(self.validation_rows, start, self.rank, size), start)
 
     def _without_repeats(self, batch: Batch, start: int) -> Batch:
-        """The batch without targets in rows beyond the last one, where the rows begin again."""
+        """The batch without targets in rows past the last one, where the dataset starts again."""
         first = start + self.rank * self.config.train.micro_batch
         labels = batch["labels"].clone()
         labels[max(self.validation_rows.num_rows - first, 0) :] = IGNORE_INDEX
         return {**batch, "labels": labels}
 
     def _asked_to_stop(self) -> bool:
-        """Whether any rank got a SIGTERM: all ranks stop after the same step."""
+        """Whether any rank has received a SIGTERM: all ranks stop after the same step."""
         asked = torch.tensor(float(self.termination.asked))
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked)
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What differs between two flat mappings, an entry a key.
+
+    >>> differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": None})
+    ['b 2 → 3']
+    """
+    return [f"{key} {one.get(key)} → {other.get(key)}" for key in {**one, **other} if one.get(key) != other.get(key)]

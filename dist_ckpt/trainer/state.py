@@ -1,8 +1,7 @@
-"""Where a run keeps its training states: ``states/step_N``, whole or not at all, the last few of them."""
+"""Where a run keeps its training states: ``states/step_N``, only complete ones, and only the newest few."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -10,11 +9,11 @@ from pathlib import Path
 
 from dist_ckpt.errors import ConfigError, StateError
 from dist_ckpt.states.agreement import on_rank_zero, rank_and_world_size, together
-from dist_ckpt.states.files import is_complete, sync_folder
+from dist_ckpt.states.files import is_complete, read_record, sync_folder
 
-ORDER_FILE = "order.json"
-"""Holds a state's number among all that were saved here. Steps do not tell which is newest: a run resumed
-from an older state saves smaller ones later."""
+NUMBER = "number"
+"""Key, in a state's ``extra``, of its serial number in its folder. Steps do not tell which state is newest: a run that
+was resumed from an older one saves smaller steps later."""
 
 _STEP = re.compile(r"step_(\d+)")
 _TEMPORARY = ".tmp-"
@@ -22,14 +21,14 @@ _REPLACED = ".old-"
 
 
 class StateStore:
-    """The training states of one run, in one folder. Rank 0 decides and acts; every rank must make each call.
+    """The training states of one run, in one folder. Rank 0 decides and acts; every rank must make every call.
 
-    A state is written under a temporary name and gets its own once it is complete; only then are older ones
-    removed. Whenever a run is killed, the newest complete state is still there.
+    A state is written under a temporary name and renamed once it is complete; only then are older ones removed. A run
+    can be killed at any time without losing its newest complete state.
 
     Args:
-        directory: the folder, made by the first save.
-        keep: how many complete states stay, at least 1.
+        directory: the folder, created by the first save.
+        keep: how many complete states are kept, at least 1.
 
     Raises:
         ConfigError: ``keep`` is less than 1.
@@ -41,19 +40,20 @@ class StateStore:
         self.directory = Path(directory)
         self.keep = keep
 
-    def save(self, step: int, save_fn: Callable[[Path], None]) -> Path:
-        """Has ``save_fn`` write a state into the folder that it is given, and names it ``step_{step}``.
+    def save(self, step: int, save_fn: Callable[[Path, dict[str, int]], None]) -> Path:
+        """Saves a state as ``step_{step}``, replacing one of the same step; removes leftovers of a killed run first.
 
-        A state of the same step is replaced. What a killed run has left behind is removed first.
+        Args:
+            save_fn: ``save_fn(folder, extra)`` writes a state with this ``extra``, and more, into the folder.
 
         Raises:
-            StateError: on every rank alike; no complete state has been removed then.
+            StateError: on every rank; no complete state has been removed.
         """
         final = self.directory / f"step_{step}"
         temporary = self.directory / f"{_TEMPORARY}{final.name}"
-        on_rank_zero(self._make_ready)
+        number = on_rank_zero(self._make_ready)
         try:
-            save_fn(temporary)
+            save_fn(temporary, {NUMBER: number})
         except StateError:
             if rank_and_world_size()[0] == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
@@ -78,11 +78,11 @@ class StateStore:
     def resolve(self, resume: str | Path | None) -> Path | None:
         """The state that a run starts from: the newest for ``auto``, the given one for a path, none for None.
 
-        ``auto`` is None where there is no complete state yet: the run starts anew.
+        ``auto`` gives None if there is no complete state yet: the run starts from the beginning.
 
         Raises:
-            StateError: the path is no complete state; or ``resume`` is None and there are states already,
-                which this run would end up removing.
+            StateError: the path is not a complete state; or ``resume`` is None and there are states already, which
+                this run would eventually remove.
         """
         if resume == "auto":
             return self.latest()
@@ -91,7 +91,7 @@ class StateStore:
     def _fresh(self) -> None:
         if found := self._complete():
             raise StateError(
-                f"{self.directory}: holds {_names(found)} of an earlier run. Go on from the newest with "
+                f"{self.directory}: holds {_names(found)} of an earlier run. Continue from the newest with "
                 "train.resume=auto, or choose another run_dir"
             )
 
@@ -99,24 +99,26 @@ class StateStore:
         if is_complete(path):
             return path
         near = StateStore(path if path.is_dir() else path.parent, self.keep)._complete() or self._complete()
-        valid = f"complete ones: {_names(near)} in {near[0].parent}" if near else "there is none near it"
-        raise StateError(f"train.resume={path}: is no complete training state; {valid}. Valid: auto, null, a path")
+        valid = f"complete ones: {_names(near)} in {near[0].parent}" if near else "there is none nearby"
+        raise StateError(f"train.resume={path}: is not a complete training state; {valid}. Valid: auto, null, a path")
 
     def _complete(self) -> list[Path]:
         """Complete states, oldest first."""
         if not self.directory.is_dir():
             return []
         found = [path for path in self.directory.iterdir() if _STEP.fullmatch(path.name) and is_complete(path)]
-        return sorted(found, key=lambda path: (_order(path), int(path.name.removeprefix("step_"))))
+        return sorted(found, key=lambda path: (_number(path), int(path.name.removeprefix("step_"))))
 
-    def _make_ready(self) -> None:
+    def _make_ready(self) -> int:
+        """Cleans up, and returns the number of the next state."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._put_back_replaced()
         for path in self.directory.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(path)
+        return max(map(_number, self._complete()), default=0) + 1
 
     def _put_back_replaced(self) -> None:
-        """Undoes a replacement that was cut off between its two renames."""
+        """Undoes a replacement that was interrupted between its two renames."""
         for path in list(self.directory.glob(f"{_REPLACED}step_*")):
             current = self.directory / path.name.removeprefix(_REPLACED)
             if current.exists():
@@ -127,8 +129,6 @@ class StateStore:
     def _publish(self, temporary: Path, final: Path) -> None:
         if not is_complete(temporary):
             raise StateError(f"{temporary}: no complete training state was written")
-        number = max(map(_order, self._complete()), default=0) + 1
-        (temporary / ORDER_FILE).write_text(json.dumps({"number": number}))
         replaced = self.directory / f"{_REPLACED}{final.name}"
         if final.exists():
             final.rename(replaced)
@@ -137,20 +137,15 @@ class StateStore:
         if replaced.exists():
             shutil.rmtree(replaced)
         for path in self._complete()[: -self.keep]:
-            # Half-removed, it must not look complete.
+            # Renamed first: a half-removed state must not look complete.
             removed = path.rename(self.directory / f"{_TEMPORARY}removed-{path.name}")
             shutil.rmtree(removed)
 
 
-def _order(path: Path) -> int:
-    """A state's number among those saved in its folder; 0 for one that was copied there without it."""
-    file = path / ORDER_FILE
-    if not file.is_file():
-        return 0
-    try:
-        return int(json.loads(file.read_bytes())["number"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise StateError(f"{file}: is damaged: {error}") from error
+def _number(path: Path) -> int:
+    """A state's serial number in its folder; 0 for one that was saved without."""
+    number = read_record(path)["extra"].get(NUMBER, 0)
+    return number if isinstance(number, int) else 0
 
 
 def _names(states: list[Path]) -> str:

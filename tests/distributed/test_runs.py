@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console as RichConsole
 
 from dist_ckpt.batch import IGNORE_INDEX
 from dist_ckpt.engines.base import DataParallelEngine
+from dist_ckpt.errors import ConfigError, DataError
 from dist_ckpt.flops import count_flops
+from dist_ckpt.report.console import Console
 from dist_ckpt.trainer.config import load_config
 from dist_ckpt.trainer.data import build_data, micro_batch
-from dist_ckpt.trainer.job import Job, build_model
+from dist_ckpt.trainer.job import Job
+from dist_ckpt.trainer.loop import Loop
 from dist_ckpt.trainer.process import Place
-from tests.distributed.runs import TINY, run_here, trajectory
-from tests.ranks import RankGroups
+from dist_ckpt.trainer.run_folder import RunFolder
+from tests.distributed.runs import TINY, StopsAfter, run_here, trajectory
+from tests.ranks import RankError, RankGroups
 
 STEPS = "train.steps=12"
 DROPOUT = "model.dropout=0.1"
@@ -83,6 +89,78 @@ def test_resumes_with_one_change(ranks: RankGroups, tmp_path: Path, changes: tup
     check_resuming_elsewhere(ranks, tmp_path, (2, [changes[0]]), (2, [changes[1]]))
 
 
+def test_a_resumed_run_takes_its_options_from_the_configuration(ranks: RankGroups, tmp_path: Path) -> None:
+    options = ["train.steps=4", "engine=fsdp1"]
+    ranks(2).run(run_here, str(tmp_path / "run"), options, 2)
+    assert ranks(2).run(resumed_options, str(tmp_path / "run"), [*options, RESUME])[0] == ([0.1, 0.0], "")
+    changed = [*options, RESUME, "train.weight_decay=0.5", "train.beta1=0.8", "train.lr=1e-4"]
+    decays, said = ranks(2).run(resumed_options, str(tmp_path / "run"), changed)[0]
+    assert decays == [0.5, 0.0]
+    assert said == (
+        "changed since the state was saved: "
+        "train.lr 0.003 → 0.0001, train.weight_decay 0.1 → 0.5, train.beta1 0.9 → 0.8\n"
+    )
+
+
+def resumed_options(rank: int, world: int, run_dir: str, arguments: list[str]) -> tuple[list[float], str]:
+    """The weight decay of each group after resuming, and what is said of changed options."""
+    config = load_config([*TINY, *arguments, f"run_dir={run_dir}"])
+    job = Job.build(config, Place(rank, world, rank, world))
+    job.engine.prepare(job.model, job.plan)
+    text = io.StringIO()
+    console = Console(4, rich=RichConsole(file=text, soft_wrap=True, highlight=False))
+    folder, stops = RunFolder(Path(run_dir)), StopsAfter(rank, None)
+    loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, stops)  # type: ignore[arg-type]
+    loop.resume(restarted=False)
+    assert (loop.step, loop.position) == (2, 8)
+    said = [line for line in text.getvalue().splitlines(keepends=True) if line.startswith("changed")]
+    return [group["weight_decay"] for group in job.engine.optimizer.param_groups], "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("train.seed=1", "train.seed 0 → 1"),
+        ("train.seq_len=16", "train.seq_len 32 → 16, rows "),
+        ("data.pack=false", "data.pack True → False, rows "),
+        ("data.max_document_bytes=20000", "data.max_document_bytes None → 20000, files "),
+        ("data=synthetic", "data.kind stdlib → synthetic, "),
+    ],
+)
+def test_a_run_does_not_resume_with_other_data(ranks: RankGroups, tmp_path: Path, change: str, says: str) -> None:
+    options = ["train.steps=2", "train.save_every=2"]
+    ranks(1).run(run_here, str(tmp_path / "run"), options)
+    with pytest.raises(RankError, match="StateError") as caught:
+        ranks(1).run(run_here, str(tmp_path / "run"), [*options, change, RESUME])
+    assert f"position 4 means other rows (state → this run: {says}" in str(caught.value)
+
+
+def other_data_on_one_rank(rank: int, world: int, run_dir: str, text: str) -> str:
+    try:
+        run_here(rank, world, run_dir, ["data=text", f"data.glob={text}/{rank}/*", "data.validation_fraction=0"])
+    except DataError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_with_different_data_are_refused_together(ranks: RankGroups, tmp_path: Path) -> None:
+    for rank, size in enumerate((400, 401, 400)):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "a.txt").write_bytes(b"abcd" * size)
+    run = tmp_path / "run"
+    messages = ranks(2).run(other_data_on_one_rank, str(run), str(tmp_path), timeout_s=30)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("data: ranks 0 and 1 have different training data (files ")
+    assert "tokens 1600 → 1604" in messages[0]
+    assert not (run / "config.yaml").exists(), "the folder is still free"
+
+
+@pytest.mark.parametrize("change", ["train.micro_batch=1000000000", "train.grad_accum=1000000000"])
+def test_an_update_of_more_rows_than_there_are_is_a_mistake(change: str) -> None:
+    with pytest.raises(ConfigError, match=r"more than the .* training rows of an epoch"):
+        Job.build(load_config([*TINY, change]), Place())
+
+
 def test_validation_leaves_training_as_it_is(ranks: RankGroups, tmp_path: Path) -> None:
     options = ["train.steps=4", DROPOUT, "ckpt=full"]
     _, without = ranks(2).run(run_here, str(tmp_path / "without"), options)[0]
@@ -96,7 +174,7 @@ def validation_cost(rank: int, world: int, engine_name: str, policy: str) -> tup
     config = load_config([*TINY, DROPOUT, "train.eval_every=1", f"engine={engine_name}", f"ckpt={policy}"])
     job = Job.build(config, Place(rank, world, rank, world))
     engine: DataParallelEngine = job.engine
-    engine.prepare(build_model(config), job.plan)
+    engine.prepare(job.model, job.plan)
     batch = micro_batch(job.validation_rows, 0, rank, 2)
     losses: list[float] = []
     before = torch.get_rng_state()

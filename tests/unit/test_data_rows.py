@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from dist_ckpt.batch import IGNORE_INDEX
 from dist_ckpt.errors import DataError
-from dist_ckpt.trainer.data import DataConfig, RowDataset, build_data, micro_batch
+from dist_ckpt.trainer.data import DataConfig, RowDataset, build_data, micro_batch, micro_batches
 from dist_ckpt.trainer.data.synthetic import SyntheticDocuments
 
 
@@ -210,3 +212,31 @@ def test_text_rows_are_the_files(tmp_path: Path) -> None:
     rows = build_data(config, vocab_size=256, seq_len=6, seed=0)[0]
     expected = expected_rows([list(texts[name]) for name in sorted(texts)], 6, pack=True)
     assert sorted(listed(rows, range(rows.num_rows))) == sorted(expected)
+
+
+def test_micro_batches_of_an_update() -> None:
+    config = DataConfig(kind="synthetic", documents=64)
+    rows = build_data(config, vocab_size=97, seq_len=16, seed=2)[0]
+    together = micro_batches(rows, 40, 1, 2, 3, 4)
+    for number, batch in enumerate(together):
+        for key, value in micro_batch(rows, 40 + number * 6, 1, 3).items():
+            assert torch.equal(batch[key], value)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):  # before any row is read
+        micro_batches(rows, 0, 0, 1, 4, 10**12)
+
+
+def test_fingerprints_tell_datasets_apart(tmp_path: Path) -> None:
+    def fingerprint(glob: str = "a", seq_len: int = 8, seed: int = 0, **options: Any) -> Any:
+        config = DataConfig(kind="text", glob=f"{tmp_path}/{glob}/*", validation_fraction=0.0, **options)
+        return build_data(config, vocab_size=256, seq_len=seq_len, seed=seed)[0].fingerprint
+
+    for folder, names in {"a": ("x", "y"), "same": ("x", "y"), "renamed": ("x", "z")}.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_bytes(b"0123456789" * 5)
+    assert fingerprint() == fingerprint("same") == json.loads(json.dumps(dict(fingerprint())))
+    others = [
+        fingerprint("renamed"), fingerprint(seq_len=4), fingerprint(seed=1), fingerprint(pack=False),
+        fingerprint(max_document_bytes=50),
+    ]  # fmt: skip
+    assert len({json.dumps(dict(one)) for one in (fingerprint(), *others)}) == 6

@@ -17,9 +17,9 @@ from dist_ckpt.states.training_state import load_training_state, save_training_s
 from dist_ckpt.trainer.state import StateStore
 
 
-def _write(path: Path) -> None:
+def _write(path: Path, extra: dict[str, int]) -> None:
     model = nn.Linear(1, 1)
-    save_training_state(path, model, SGD(model.parameters(), lr=1.0), {})
+    save_training_state(path, model, SGD(model.parameters(), lr=1.0), extra)
 
 
 def _names(directory: Path) -> list[str]:
@@ -43,23 +43,23 @@ def test_states_are_whole_wherever_they_are_moved(store: StateStore, tmp_path: P
     path = store.save(1, _write)
     moved = shutil.move(path, tmp_path / "elsewhere")
     model = nn.Linear(1, 1)
-    assert load_training_state(moved, model, SGD(model.parameters(), lr=3.0))["rng"] is not None
+    assert load_training_state(moved, model, SGD(model.parameters(), lr=3.0))["rng"]
 
 
 def test_older_states_go_only_when_the_new_one_is_there(store: StateStore) -> None:
     store.save(1, _write)
     store.save(2, _write)
 
-    def fail(path: Path) -> None:
+    def fail(path: Path, extra: dict[str, int]) -> None:
         assert path == store.directory / ".tmp-step_3", "written under a name that none takes for a state"
-        _write(path)
+        _write(path, extra)
         raise StateError("the disk is full")
 
     with pytest.raises(StateError, match="disk is full"):
         store.save(3, fail)
     assert _names(store.directory) == ["step_1", "step_2"], "what was written goes too: it may be in the way"
     with pytest.raises(StateError, match="no complete training state was written"):
-        store.save(3, lambda path: path.mkdir())
+        store.save(3, lambda path, extra: path.mkdir())
     assert store.latest() == store.directory / "step_2"
 
 
@@ -145,8 +145,8 @@ def test_newest_is_what_was_saved_last(store: StateStore) -> None:
     assert _names(store.directory) == ["step_15", "step_20"]
     store.save(20, _write)
     assert store.latest() == store.directory / "step_20"
-    (store.directory / "step_15" / "order.json").write_text("{}")
-    with pytest.raises(StateError, match=r"step_15/order.json: is damaged"):
+    (store.directory / "step_15" / "state.json").write_text("{")
+    with pytest.raises(StateError, match=r"step_15/state.json: is damaged"):
         store.latest()
 
 
@@ -157,8 +157,8 @@ def test_given_path(store: StateStore, tmp_path: Path) -> None:
     for wrong in (path.parent, path.parent / "step_5"):
         with pytest.raises(StateError) as caught:
             other.resolve(wrong)
-        assert f"train.resume={wrong}: is no complete training state; complete ones: step_4" in str(caught.value)
-    with pytest.raises(StateError, match=r"there is none near it. Valid: auto, null, a path"):
+        assert f"train.resume={wrong}: is not a complete training state; complete ones: step_4" in str(caught.value)
+    with pytest.raises(StateError, match=r"there is none nearby. Valid: auto, null, a path"):
         other.resolve(tmp_path / "nowhere" / "step_1")
 
 

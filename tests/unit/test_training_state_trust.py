@@ -220,8 +220,8 @@ def test_wrong_tensor_in_a_shard(state: Path) -> None:
         {"tied": []},
         {"extra": None},
         {"optimizer": []},
-        {"optimizer": {"kind": "AdamW", "stepped": 1, "groups": []}},
-        {"optimizer": {"kind": "AdamW", "stepped": True, "groups": [{"parameters": {}, "values": {}}]}},
+        {"optimizer": {"kind": "AdamW", "stepped": 1, "parameters": []}},
+        {"optimizer": {"kind": "AdamW", "stepped": True, "parameters": {}}},
     ],
 )
 def test_record_of_the_wrong_form(state: Path, change: dict[str, Any]) -> None:

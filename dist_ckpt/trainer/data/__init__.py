@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt.trainer.data.config import DataConfig
     from dist_ckpt.trainer.data.corpus import build_data
-    from dist_ckpt.trainer.data.rows import RowDataset, micro_batch
+    from dist_ckpt.trainer.data.rows import RowDataset, micro_batch, micro_batches
 
-_HOMES = {"DataConfig": "config", "RowDataset": "rows", "build_data": "corpus", "micro_batch": "rows"}
+_HOMES = {
+    "DataConfig": "config",
+    "RowDataset": "rows",
+    "build_data": "corpus",
+    "micro_batch": "rows",
+    "micro_batches": "rows",
+}
 
-__all__ = ["DataConfig", "RowDataset", "build_data", "micro_batch"]
+__all__ = ["DataConfig", "RowDataset", "build_data", "micro_batch", "micro_batches"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class RowDataset:
         label: start of the description.
         dropped: documents left out because of their length, for the description.
         remedy: what to do if there is no row, for the message.
+        identity: what else the rows depend on, for ``fingerprint``.
     """
 
     def __init__(
@@ -51,16 +53,20 @@ class RowDataset:
         label: str,
         dropped: int = 0,
         remedy: str = "",
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
         assert seq_len >= 1
         self._documents = documents
-        self._seq_len = seq_len
+        self.seq_len = seq_len
+        """Tokens a row."""
         self._pack = pack
         self._shuffle_seed = shuffle_seed
         self._used = np.flatnonzero(documents.lengths > 1)
         self._ends = np.cumsum(documents.lengths[self._used])  # where each document ends in the joined stream
         tokens = int(self._ends[-1]) if len(self._ends) else 0
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, its permutation)
+        self.num_tokens = tokens
+        """Tokens in all documents that have a target."""
         self.num_rows = tokens // seq_len if pack else len(self._used)
         """Rows per epoch; 0 only for validation."""
         self.dropped = dropped
@@ -73,6 +79,14 @@ class RowDataset:
         if dropped:
             self.description += f", {dropped:,} longer documents dropped"
         self._remedy = remedy
+        self.fingerprint: Mapping[str, Any] = {
+            **(identity or {}),
+            "train.seq_len": seq_len,
+            "data.pack": pack,
+            "rows": self.num_rows,
+            "tokens": self.num_tokens,
+        }
+        """JSON data that is equal for two datasets if, in all likelihood, each index means the same row in both."""
 
     def require_rows(self) -> None:
         """Checks that there is at least one row; :func:`build_data` has checked the training rows.
@@ -92,8 +106,8 @@ class RowDataset:
         assert index >= 0
         self.require_rows()
         row = self._row_at(*divmod(index, self.num_rows))
-        ids: np.ndarray = np.zeros(self._seq_len, dtype=np.int64)
-        labels: np.ndarray = np.full(self._seq_len, IGNORE_INDEX, dtype=np.int64)
+        ids: np.ndarray = np.zeros(self.seq_len, dtype=np.int64)
+        labels: np.ndarray = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         for at, document, start, stop in self._spans(row):
             length = int(self._documents.lengths[document])
             tokens = self._documents.read(document, start, min(stop + 1, length))
@@ -105,9 +119,9 @@ class RowDataset:
         """The parts of a row: (position in the row, document, its first token, its last token + 1)."""
         if not self._pack:
             document = int(self._used[row])
-            return [(0, document, 0, min(self._seq_len, int(self._documents.lengths[document])))]
+            return [(0, document, 0, min(self.seq_len, int(self._documents.lengths[document])))]
         spans = []
-        begin, end = row * self._seq_len, (row + 1) * self._seq_len
+        begin, end = row * self.seq_len, (row + 1) * self.seq_len
         at, slot = begin, int(np.searchsorted(self._ends, begin, side="right"))
         while at < end:
             document = int(self._used[slot])
@@ -128,15 +142,29 @@ class RowDataset:
 
 
 def micro_batch(rows: RowDataset, start: int, rank: int, micro_batch: int) -> Batch:
-    """One rank's rows of the micro-batch that starts at global sample ``start``.
+    """One rank's rows of the micro-batch that starts at global sample ``start``: :func:`micro_batches` of one."""
+    return micro_batches(rows, start, rank, 1, micro_batch, 1)[0]
 
-    Rank r takes ``micro_batch`` samples from ``start + r * micro_batch`` on, so any number of ranks together read the
-    same samples. ``rank`` counts data-parallel ranks.
+
+def micro_batches(
+    rows: RowDataset, start: int, rank: int, world_size: int, micro_batch: int, count: int
+) -> list[Batch]:
+    """One rank's rows of the ``count`` micro-batches that start at global sample ``start``.
+
+    In each micro-batch, rank r takes the ``micro_batch`` samples from ``r * micro_batch`` on, so any number of ranks
+    together read the same samples. ``rank`` and ``world_size`` count data-parallel ranks.
 
     Returns:
         ``input_ids`` and ``labels``, each (micro_batch, seq_len) int64; a label is the target of the token at
         its own position, or :data:`IGNORE_INDEX`.
+
+    Raises:
+        RuntimeError: they do not fit into memory; raised before any row is read.
     """
-    first = start + rank * micro_batch
-    samples = [rows.sample(index) for index in range(first, first + micro_batch)]
-    return {"input_ids": torch.stack([s[0] for s in samples]), "labels": torch.stack([s[1] for s in samples])}
+    shape = (count, micro_batch, rows.seq_len)
+    ids, labels = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+    for number in range(count):
+        first = start + (number * world_size + rank) * micro_batch
+        for row in range(micro_batch):
+            ids[number, row], labels[number, row] = rows.sample(first + row)
+    return [{"input_ids": ids[number], "labels": labels[number]} for number in range(count)]
