@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from enum import IntEnum
 from pathlib import Path
@@ -15,7 +14,7 @@ FILE = "exit.json"
 
 
 class ExitCode(IntEnum):
-    """A worker's exit code. torchrun turns every other than 0 into 1, so ``exit.json`` keeps it."""
+    """A worker's exit code. torchrun itself exits with 1 for any code but 0, so ``exit.json`` records it."""
 
     DONE = 0
     """The run did what was asked."""
@@ -28,7 +27,7 @@ class ExitCode(IntEnum):
 
 
 FINAL = (ExitCode.MISTAKE, ExitCode.OUT_OF_MEMORY)
-"""What would happen again at a restart."""
+"""Ends that a restart would only repeat."""
 
 
 def code_of(error: BaseException) -> ExitCode:
@@ -43,46 +42,48 @@ def code_of(error: BaseException) -> ExitCode:
 
 
 def _is_cpu_out_of_memory(error: BaseException) -> bool:
-    """torch 2.13 has no type for a failed CPU allocation, only its allocator's name in a plain RuntimeError."""
+    """torch 2.13 has no type for a failed CPU allocation: a plain RuntimeError contains the allocator's name."""
     return type(error) is RuntimeError and "DefaultCPUAllocator: " in str(error)
 
 
 def record_exit(run_dir: Path, code: ExitCode, reason: str, **details: Any) -> bool:
-    """Writes ``exit.json``, whole or not at all, if there is none yet.
+    """Writes ``exit.json`` unless it exists.
 
-    The first rank that fails records it before its process ends. The others notice only then, by their broken
-    connections: what they would have to say is an echo. gloo has no type for that (torch 2.13: a plain RuntimeError),
-    so the order tells the two apart.
+    The first rank that fails writes it before its process ends. Only then do the others fail, because their
+    connections break, and that error is of no interest. gloo has no type for it (torch 2.13: a plain RuntimeError), so
+    the order is what tells the cause from its consequences.
 
     Returns:
-        Whether this call wrote it; False if an earlier one stands.
+        Whether this call wrote it; False if it exists.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; nothing is left of it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     record = {"code": int(code), "name": code.name.lower(), "reason": reason, "time": time.time(), **details}
-    temporary = run_dir / f".{FILE}.{os.getpid()}"
     try:
-        temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        os.link(temporary, run_dir / FILE)  # unlike a rename, this fails where there is one
+        stream = (run_dir / FILE).open("x", encoding="utf-8")
     except FileExistsError:
         return False
-    finally:
-        temporary.unlink(missing_ok=True)
+    try:
+        with stream:
+            stream.write(json.dumps(record, indent=2) + "\n")
+    except OSError:
+        forget_exit(run_dir)
+        raise
     return True
 
 
 def forget_exit(run_dir: Path) -> None:
-    """Removes what an earlier start has recorded."""
+    """Removes the record of an earlier start."""
     (run_dir / FILE).unlink(missing_ok=True)
 
 
 def recorded_exit(run_dir: Path, patience_s: float = 0.0) -> tuple[ExitCode, str] | None:
-    """Code and reason that stand in ``exit.json``; None if there is none, or none that can be read.
+    """Code and reason from ``exit.json``; None if it does not exist or cannot be read.
 
     Args:
-        patience_s: how long to wait for one.
+        patience_s: how long to wait for it.
     """
     deadline = time.monotonic() + patience_s
     while True:

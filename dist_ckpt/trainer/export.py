@@ -1,4 +1,4 @@
-"""A training state's weights as one plain safetensors file, made in one process without a process group."""
+"""Exports a training state's weights as one plain safetensors file, in one process without a process group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from dist_ckpt.errors import DistCkptError, StateError
 from dist_ckpt.states.files import open_folder
 from dist_ckpt.states.training_state import MODEL_PREFIX, read_tensors
+from dist_ckpt.trainer.exits import ExitCode
 
 SUFFIX = ".safetensors"
 DESCRIPTION = "Writes the weights of a training state as plain safetensors, under the model's own names."
 
 
 def export_weights(state: str | Path, out: str | Path) -> dict[str, Tensor]:
-    """Writes the parameters and persistent buffers of a training state to ``out``, replacing it if it is there.
+    """Writes the parameters and persistent buffers of a training state to ``out``, replacing an existing file.
 
     A tied weight is written once, under its first name; the file's metadata maps its other names to that one, as
     ``safetensors.torch.save_model`` does, so that ``safetensors.torch.load_model`` takes the file.
@@ -35,7 +36,7 @@ def export_weights(state: str | Path, out: str | Path) -> dict[str, Tensor]:
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise StateError(f"{error}: install what the program needs with pip install 'dist_ckpt[train]'") from error
+        raise StateError(f"{error}: pip install 'dist_ckpt[train]'") from error
     if file.suffix != SUFFIX:
         raise StateError(f"{file}: the output's name must end in {SUFFIX}")
     if not file.parent.is_dir():
@@ -59,8 +60,8 @@ def export_weights(state: str | Path, out: str | Path) -> dict[str, Tensor]:
     return weights
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The program; returns its exit code: 0, or 2 after one message about a mistake."""
+def main(arguments: Sequence[str]) -> ExitCode:
+    """The program; returns its exit code: ``DONE``, or ``MISTAKE`` after one message."""
     parser = argparse.ArgumentParser(prog="export.py", description=DESCRIPTION)
     parser.add_argument("state", help="a folder such as outputs/RUN/states/step_200")
     parser.add_argument("out", help=f"the file to write; its name ends in {SUFFIX}")
@@ -68,10 +69,10 @@ def main(arguments: Sequence[str]) -> int:
         options = parser.parse_args(arguments)
         weights = export_weights(options.state, options.out)
     except SystemExit as stop:  # argparse has written its message, or the help
-        return int(stop.code or 0)
+        return ExitCode.MISTAKE if stop.code else ExitCode.DONE
     except DistCkptError as mistake:
-        sys.stderr.write(f"{mistake}\n")
-        return 2
+        sys.stderr.write(f"error: {mistake}\n")
+        return ExitCode.MISTAKE
     size_mib = sum(tensor.nbytes for tensor in weights.values()) / 2**20
     sys.stdout.write(f"{options.out}: {len(weights)} tensors, {size_mib:.1f} MiB\n")
-    return 0
+    return ExitCode.DONE

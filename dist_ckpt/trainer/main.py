@@ -1,7 +1,7 @@
 """The training program: from the command line to an exit code.
 
-Everything that can be a user's mistake is found before there is a process group, alike on every rank, and said once;
-what needs no torch even before torch is imported, so that a typing error costs no time.
+User mistakes are found on every rank before there is a process group, and printed once; those that can be found without
+torch even before torch is imported, so that a typo costs no time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from dist_ckpt.trainer.checks import check
 from dist_ckpt.trainer.config import Config, config_yaml, load_config
 from dist_ckpt.trainer.exits import FINAL, ExitCode, code_of, forget_exit, record_exit, recorded_exit
 from dist_ckpt.trainer.process import Place, leave, leave_with_rank_zero, log_to, start_process_group
-from dist_ckpt.trainer.run_folder import RunFolder, claim_run_folder, find_run_folder, may_write_to
+from dist_ckpt.trainer.run_folder import RunFolder, check_run_folder, claim_run_folder, find_run_folder, may_write_to
 
 if TYPE_CHECKING:
+    from dist_ckpt.trainer.data.corpus import Files
     from dist_ckpt.trainer.job import Job
 
 _log = logging.getLogger(__name__)
@@ -44,15 +45,18 @@ def main(arguments: Sequence[str]) -> NoReturn:
         if "--print-config" in arguments:
             text = config_yaml(config)
             leave_with_rank_zero(place, ExitCode.DONE, lambda: print(text, end=""))
-        _check_files(config)
+        files = _find_files(config)
         if config.dry_run and place.rank != 0:
             leave(ExitCode.DONE)
         if place.rank == 0 and place.restarts:
             _stop_if_final(config)
+        # After a restart only rank 0 can tell whether the folder is this job's: it may be on another machine.
+        if not config.dry_run and (place.rank == 0 or not place.restarts):
+            check_run_folder(config, restarted=place.restarts > 0)
 
         from dist_ckpt.trainer.job import Job
 
-        job = Job.build(config, place)
+        job = Job.build(config, place, files)
         if config.dry_run:
             print(job.forecast())
             leave(ExitCode.DONE)
@@ -62,16 +66,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
     leave(_run(job, folder))
 
 
-def _check_files(config: Config) -> None:
-    """Finds the files of the data once before the slow imports; they are found again with torch."""
-    if config.data.kind != "synthetic":
-        from dist_ckpt.trainer.data.files import find_files
+def _find_files(config: Config) -> Files | None:
+    """The files of the data, found before the slow imports; None if it has none."""
+    if config.data.kind == "synthetic":
+        return None
+    from dist_ckpt.trainer.data.files import find_files
 
-        find_files(config.data)
+    return find_files(config.data)
 
 
 def _stop_if_final(config: Config) -> None:
-    """Ends a restarted job at once if it has been stopped by what would only happen again."""
+    """Ends a restarted job at once if a restart would only repeat what ended it."""
     folder = find_run_folder(config, restarted=True)
     last = recorded_exit(folder.path) if folder is not None else None
     if last is not None and last[0] in FINAL:
@@ -80,10 +85,10 @@ def _stop_if_final(config: Config) -> None:
 
 
 def _run(job: Job, folder: RunFolder | None) -> ExitCode:
-    """The run itself. Whatever ends it is recorded, and said by the rank on which it happened.
+    """The run itself. Whatever ends it is recorded, and printed by the rank on which it happened.
 
     Args:
-        folder: rank 0's; the others get it from there.
+        folder: on rank 0, which sends it to the others.
     """
     from dist_ckpt.trainer.job import agree_on_folder, end_process_group, train
 
@@ -94,16 +99,19 @@ def _run(job: Job, folder: RunFolder | None) -> ExitCode:
         log_to(folder.log(place.rank))
         done = train(job, folder)
         end_process_group()
-    except BaseException as error:  # every rank's process ends here, whatever happened
+    except BaseException as error:  # whatever it is: every rank's process ends here
         return _fail(error, folder, place)
     code = ExitCode.DONE if done else ExitCode.TERMINATED
     if place.rank == 0:
-        record_exit(folder.path, code, "all steps done" if done else "SIGTERM; the training state was saved")
+        try:
+            record_exit(folder.path, code, "all steps done" if done else "SIGTERM; the training state was saved")
+        except OSError as problem:  # the run has done what was asked
+            _print("warning", _not_recorded(folder, problem))
     return code
 
 
 def _fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitCode:
-    """Records and says what went wrong, unless it is only another rank's end, seen from here."""
+    """Records and prints an error, unless it is only the consequence of another rank's."""
     from dist_ckpt.engines.base import NonFiniteError
     from dist_ckpt.states.agreement import OtherRankFailed
 
@@ -113,14 +121,15 @@ def _fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitC
     _log.error("%s", details)
     short = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
     if folder is not None:
-        if isinstance(error, OtherRankFailed):  # that rank knows more
+        if isinstance(error, OtherRankFailed):  # the record of that rank says more
             recorded_exit(folder.path, patience_s=5.0)
         try:
             if not record_exit(folder.path, code, short, rank=place.rank):
-                first = recorded_exit(folder.path)
-                return first[0] if first is not None else code
+                first = recorded_exit(folder.path, patience_s=1.0)  # it may be half written
+                if first is not None:
+                    return first[0]
         except OSError as problem:
-            short += f" ({folder.path / 'exit.json'} could not be written: {problem.strerror})"
+            short += f" ({_not_recorded(folder, problem)})"
     where = f" (rank {place.rank}; more in {folder.log(place.rank)})" if folder is not None else ""
     if code is ExitCode.MISTAKE:
         _print_error(short)
@@ -134,27 +143,33 @@ def _fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitC
 
 
 def _leave_with_mistake(place: Place, config: Config | None, arguments: Sequence[str], message: str) -> NoReturn:
-    """Says a mistake that every rank has found. It is recorded where the user has named a folder for it."""
+    """Prints a mistake that every rank found, and records it if the user has named a folder for the run."""
     if place.rank == 0:
         run_dir = config.run_dir if config is not None else _run_dir_in(arguments)
         folder = RunFolder(Path(run_dir)) if run_dir else None
-        if folder is not None and (
-            may_write_to(folder, config, place.restarts > 0) if config is not None else not folder.holds_a_run()
-        ):
-            try:
-                forget_exit(folder.path)
-                record_exit(folder.path, ExitCode.MISTAKE, message, rank=0)
-            except OSError as error:
-                _log.warning("%s: %s", folder.path, error)
+        if folder is not None:
+            with contextlib.suppress(OSError):  # the message may be about just that
+                free = may_write_to(folder, config, place.restarts > 0) if config else not folder.holds_a_run()
+                if free:
+                    forget_exit(folder.path)
+                    record_exit(folder.path, ExitCode.MISTAKE, message, rank=0)
     leave_with_rank_zero(place, ExitCode.MISTAKE, lambda: _print_error(message))
 
 
 def _run_dir_in(arguments: Sequence[str]) -> str | None:
-    """The ``run_dir`` of arguments that are no valid configuration, as far as it is plain text."""
+    """The ``run_dir`` in arguments that are not a valid configuration, if it is plain text."""
     given = [a.partition("=")[2].strip("'\"") for a in arguments if a.lstrip("+").startswith("run_dir=")]
     return given[-1] if given and given[-1] != "null" and "${" not in given[-1] else None
 
 
+def _not_recorded(folder: RunFolder, problem: OSError) -> str:
+    return f"{folder.path / 'exit.json'} could not be written: {problem.strerror}"
+
+
 def _print_error(text: str) -> None:
+    _print("error", text)
+
+
+def _print(kind: str, text: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it any more; the exit code still counts
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"{kind}: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""One rank as a process: where it stands in the job, its signals, its process group and its end."""
+"""One rank as a process: its place in the job, signals, process group, log and exit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dist_ckpt.trainer.exits import ExitCode
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in the job, as torchrun tells it; one rank without torchrun."""
+    """A rank's place in the job, from the environment that torchrun sets; a single rank without torchrun."""
 
     rank: int = 0
     world_size: int = 1
@@ -27,7 +27,7 @@ class Place:
     local_world_size: int = 1
     """Ranks on this machine."""
     restarts: int = 0
-    """How often torchrun has started this job's workers anew."""
+    """How often torchrun has restarted this job's workers."""
     under_torchrun: bool = False
 
     @staticmethod
@@ -43,7 +43,7 @@ class Place:
 
 
 class Termination:
-    """Whether a SIGTERM came. The step in progress ends first; the loop asks."""
+    """Notes a SIGTERM instead of ending the process; the loop asks for it between steps."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -66,13 +66,13 @@ def start_process_group(place: Place, device_type: str) -> None:
         store = next(iter(dist.rendezvous("env://")))[0]
         store.set_timeout(dist.default_pg_timeout)
         # torchrun's default rendezvous keeps its store when it restarts the workers (torch 2.13): without a prefix of
-        # its own, a rank may read there where another one listened before.
+        # its own, a start may read the addresses of the one before.
         store = dist.PrefixStore(f"start_{place.restarts}", store)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
 
 
 def log_to(path: Path) -> None:
-    """Sends this rank's log and warnings to its own file; the console is rank 0's."""
+    """Sends this rank's log and warnings to a file of its own; only rank 0 writes to the console."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -83,10 +83,10 @@ def log_to(path: Path) -> None:
 
 
 def leave(code: ExitCode) -> NoReturn:
-    """Ends the process at once, output flushed.
+    """Flushes all output and ends the process at once.
 
-    Not ``sys.exit``: after distributed checkpoints some jobs abort while the interpreter shuts down ("terminate
-    called without an active exception", torch 2.13), which would turn a good end into a bad one.
+    Not ``sys.exit``: after ``torch.distributed.checkpoint`` was used, the interpreter sometimes aborts during shutdown
+    ("terminate called without an active exception", torch 2.13), which would turn success into failure.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -96,17 +96,17 @@ def leave(code: ExitCode) -> NoReturn:
 
 
 def leave_with_rank_zero(place: Place, code: ExitCode, say: Callable[[], None], patience_s: float = 10.0) -> NoReturn:
-    """Ends a job in which every rank has found the same thing: rank 0 says it, once.
+    """Ends a job in which every rank has found the same thing, which rank 0 prints once.
 
-    torchrun kills all other ranks as soon as one has failed, rank 0 among them, which may still be starting. So with
-    a code other than 0 the others wait for that until rank 0 has spoken and left.
+    torchrun kills all ranks as soon as one has failed, even rank 0 before it could print anything. So if ``code`` is
+    not 0, the other ranks wait for the SIGTERM that follows when rank 0 has printed and exited.
 
     Args:
-        patience_s: how long they wait. Then it may be that rank 0 has found nothing, and the next one speaks.
+        patience_s: how long they wait. After that, rank 0 may not have found it, and the next rank prints it.
     """
     if place.rank != 0 and code is not ExitCode.DONE:
         signal.signal(signal.SIGTERM, lambda number, frame: leave(code))
-        time.sleep(patience_s + 0.5 * (place.rank - 1))  # one after the other: the first to speak silences the rest
+        time.sleep(patience_s + 0.5 * (place.rank - 1))  # in turn: once one has printed, the others are terminated
     if place.rank == 0 or code is not ExitCode.DONE:
         say()
     leave(code)

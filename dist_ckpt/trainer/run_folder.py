@@ -1,7 +1,8 @@
-"""The run folder: which one it is, and what lies where in it. Rank 0 chooses it and tells the others."""
+"""The run folder: how it is chosen, and the paths inside it. Rank 0 chooses it and tells the others."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -13,7 +14,7 @@ from dist_ckpt.trainer.config import Config
 from dist_ckpt.trainer.exits import forget_exit
 
 OUTPUTS = Path("outputs")
-"""Where runs without ``run_dir`` have their folders."""
+"""Holds the folders of runs without ``run_dir``."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class RunFolder:
 
     @property
     def job(self) -> Path:
-        """Names the job that writes here, so that its restarts find the folder again."""
+        """Identifies the job that writes here, so that its restarts find the folder again."""
         return self.path / ".job"
 
     def log(self, rank: int) -> Path:
@@ -55,14 +56,14 @@ class RunFolder:
 
 
 def find_run_folder(config: Config, restarted: bool) -> RunFolder | None:
-    """The folder that this run has been given, or that it had before its restart; None for a new one."""
+    """The folder that ``run_dir`` names, or that this job had before its restart; None if it needs a new one."""
     if config.run_dir is not None:
         return RunFolder(Path(config.run_dir))
     return next((found for found in map(RunFolder, OUTPUTS.glob("*")) if _is_ours(found)), None) if restarted else None
 
 
 def may_write_to(folder: RunFolder, config: Config, restarted: bool) -> bool:
-    """Whether the folder is free, or holds the run that is to go on: another run is not written over."""
+    """Whether the folder is free, or holds the run that is to be continued: no other run is overwritten."""
     resume = config.train.resume
     if resume == "auto" or not folder.holds_a_run():
         return True
@@ -71,30 +72,58 @@ def may_write_to(folder: RunFolder, config: Config, restarted: bool) -> bool:
     return restarted and _is_ours(folder)
 
 
+def check_run_folder(config: Config, restarted: bool) -> None:
+    """Finds on any rank, without writing, whether :func:`claim_run_folder` would fail on rank 0.
+
+    Raises:
+        ConfigError: as there.
+    """
+    folder = find_run_folder(config, restarted)
+    where = OUTPUTS if folder is None else folder.path
+    try:
+        if folder is not None:
+            _check_free(folder, config, restarted)
+        existing = next(path for path in (where, *where.absolute().parents) if path.exists())
+        os.listdir(existing)  # an OSError unless it is a folder
+    except OSError as error:
+        raise _not_writable(where, error) from error
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _not_writable(where, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
 def claim_run_folder(config: Config, restarted: bool) -> RunFolder:
-    """Makes the run's folder, or takes it up again. Rank 0 alone calls this.
+    """Creates the run's folder, or takes over the existing one. Only rank 0 calls this.
 
     Raises:
         ConfigError: the folder holds another run, or cannot be written to.
     """
     folder = find_run_folder(config, restarted)
-    if folder is not None and not may_write_to(folder, config, restarted):
-        raise ConfigError(
-            f"run_dir={folder.path}: holds a run already. Continue it with train.resume=auto, or choose another folder"
-        )
     where = OUTPUTS if folder is None else folder.path
     try:
+        if folder is not None:
+            _check_free(folder, config, restarted)
         folder = folder or _new_folder(config)
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.job.write_text(_job(), encoding="utf-8")
         forget_exit(folder.path)
     except OSError as error:
-        raise ConfigError(f"run_dir={where}: cannot be written to: {error.strerror}") from error
+        raise _not_writable(where, error) from error
     return folder
 
 
+def _check_free(folder: RunFolder, config: Config, restarted: bool) -> None:
+    if not may_write_to(folder, config, restarted):
+        raise ConfigError(
+            f"run_dir={folder.path}: holds a run already. Continue it with train.resume=auto, or choose another folder"
+        )
+
+
+def _not_writable(where: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run_dir={where}: cannot be written to: {error.strerror}")
+
+
 def _new_folder(config: Config) -> RunFolder:
-    """``outputs/<time>-<engine>-<ckpt>``, with a number where another job has started in the same second."""
+    """``outputs/<time>-<engine>-<ckpt>``, numbered if another job has started in the same second."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.engine.name}-{config.ckpt.mode}"
     OUTPUTS.mkdir(exist_ok=True)
     number = 1
@@ -115,7 +144,7 @@ def _is_ours(folder: RunFolder) -> bool:
 
 
 def _job() -> str:
-    """What every start of one job has in common: torchrun's process, which starts the workers anew."""
+    """What all starts of one job have in common: the process of torchrun, which restarts the workers."""
     parent = os.getppid()
     try:
         started = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]

@@ -13,7 +13,7 @@ from tests.faults.launching import TINY, exit_record, torchrun
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
 def test_ten_short_jobs_end_with_0(tmp_path: Path, engine: str) -> None:
     for number in range(10):
-        arguments = [*TINY, f"engine={engine}", "ckpt=full", "train.steps=2", "train.save_every=1", "report.every=1"]
+        arguments = [*TINY, f"engine={engine}", "ckpt=full", "train.steps=2", "train.save_every=1"]
         finished = torchrun(*arguments, f"run_dir=run_{number}", cwd=tmp_path)
         assert finished.code == 0, f"job {number}:\n{finished.output}"
         assert exit_record(tmp_path / f"run_{number}")["code"] == 0

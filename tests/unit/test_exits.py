@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,3 +49,20 @@ def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "exit.json").write_text(text)
     assert recorded_exit(tmp_path) is None
     assert recorded_exit(tmp_path, patience_s=0.1) is None
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    real = Path.open
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, *args: Any, **kwargs: Any) -> Any:
+            real(path, *args, **kwargs).close()
+            return open("/dev/full", "w")
+
+        patch.setattr(Path, "open", full)
+        with pytest.raises(OSError, match="No space left"):
+            record_exit(tmp_path, ExitCode.FAULT, "boom")
+    assert not list(tmp_path.iterdir())
+    assert record_exit(tmp_path, ExitCode.FAULT, "boom")

@@ -66,7 +66,7 @@ def test_mistakes_are_one_message(saved: tuple[Toy, Path], tmp_path: Path, capsy
     (tmp_path / "folder.safetensors").mkdir()
     mistakes = {
         (str(tmp_path / "none"), out): f"{tmp_path / 'none'}: no such folder",
-        (str(tmp_path), out): f"{tmp_path}: is no training state",
+        (str(tmp_path), out): f"{tmp_path}: is not a complete training state",
         (state, str(tmp_path / "out.pt")): "must end in .safetensors",
         (state, str(tmp_path / "none" / "out.safetensors")): f"{tmp_path / 'none'}: no such folder to write",
         (state, str(tmp_path / "folder.safetensors")): "folder.safetensors: cannot be written",

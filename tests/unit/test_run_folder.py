@@ -10,7 +10,7 @@ from dist_ckpt.errors import ConfigError
 from dist_ckpt.trainer import run_folder as module
 from dist_ckpt.trainer.config import Config, load_config
 from dist_ckpt.trainer.exits import ExitCode, record_exit, recorded_exit
-from dist_ckpt.trainer.run_folder import RunFolder, claim_run_folder, find_run_folder, may_write_to
+from dist_ckpt.trainer.run_folder import RunFolder, check_run_folder, claim_run_folder, find_run_folder, may_write_to
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +92,28 @@ def test_a_run_may_go_back_to_one_of_its_own_states() -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_mistake() -> None:
     Path("file").write_text("")
-    with pytest.raises(ConfigError, match="run_dir=file/run: cannot be written to: Not a directory"):
-        claim_run_folder(config("run_dir=file/run"), restarted=False)
+    for call in (claim_run_folder, check_run_folder):
+        for path in ("file", "file/run", "file/run/deep"):
+            with pytest.raises(
+                ConfigError, match=f"run_dir={path}: cannot be written to: (Not a directory|File exists)"
+            ):
+                call(config(f"run_dir={path}"), restarted=False)
+    assert [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_other_ranks_find_what_rank_0_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("mine", "new/deep", "/tmp"):
+        check_run_folder(config(f"run_dir={path}"), restarted=False)
+    check_run_folder(config(), restarted=False)
+    assert not list(Path().iterdir()), "checking writes nothing"
+    with_a_run("mine")
+    with pytest.raises(ConfigError, match=r"run_dir=mine: holds a run already.*train.resume=auto"):
+        check_run_folder(config("run_dir=mine"), restarted=False)
+    check_run_folder(config("run_dir=mine"), restarted=True)
+    check_run_folder(config("run_dir=mine", "train.resume=auto"), restarted=False)
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="run_dir=new: cannot be written to: Permission denied"):
+        check_run_folder(config("run_dir=new"), restarted=False)
 
 
 def test_a_folder_with_nothing_but_a_recorded_mistake_is_free() -> None:
