@@ -1,1 +1,1 @@
-"""What a person sees of a run. Rank 0 alone speaks."""
+"""What a run shows and records. Only rank 0 prints."""

@@ -1,4 +1,4 @@
-"""The console: a progress bar on a terminal, plain lines elsewhere, and the table of all ranks at the end."""
+"""The console: a progress bar on a terminal, otherwise one line per step, and a table of all ranks at the end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format
 
 
 class Console:
-    """Speaks for the whole run.
+    """Prints what the run has to say.
 
     Args:
-        total_steps: what the bar runs to.
-        quiet: says nothing, for ranks other than 0.
+        total_steps: the length of the bar.
+        quiet: prints nothing, for ranks other than 0.
     """
 
     def __init__(self, total_steps: int, quiet: bool = False, rich: RichConsole | None = None) -> None:
@@ -28,7 +28,7 @@ class Console:
         self._console.print(text, markup=False)
 
     def start(self, done: int) -> None:
-        """Starts the bar, where there is a terminal to draw it on."""
+        """Starts the bar if the console is a terminal."""
         if self._console.is_terminal and not self._console.quiet:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
             self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
@@ -36,7 +36,7 @@ class Console:
             self._progress.start()
 
     def step(self, step: int, loss: float, grad_norm: float, tokens_per_s: float, memory: MemoryReport | None) -> None:
-        """One step: a line, or the bar's text."""
+        """Shows one step, as a line or beside the bar, with the last known memory."""
         text = f"loss {loss:.4f}  grad norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
         if memory is not None:
             text += f"  memory {_heaviest(memory)}"
@@ -51,19 +51,19 @@ class Console:
             self._progress = None
 
     def table(self, report: MemoryReport) -> None:
-        """All ranks' memory; columns that no rank can fill are left out."""
+        """Prints the memory of all ranks, without columns that are empty on every rank."""
         self._console.print(memory_table(report), crop=False)
 
 
 def memory_table(report: MemoryReport) -> Table:
-    """The ranks' memory by category, in GiB or MiB as fits."""
+    """The memory of each rank by category, in GiB or MiB."""
     columns = ("params", "grads", "optimizer", "activations", "other", "accounted", "unattributed", "peak", "reserved")
     shown = [c for c in columns if any(getattr(r, c) is not None for r in report.ranks)]
     unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])
     table = Table(title=f"memory per rank at step {report.step}, {unit}", box=box.SIMPLE_HEAD, title_justify="left")
     rows = [[str(r.rank), *(format_bytes(getattr(r, c), unit) for c in shown)] for r in report.ranks]
     for name, *cells in zip(("rank", *shown), *rows, strict=True):
-        # Of a pipe, rich takes the width to be 80, and would cut digits off to fit.
+        # rich assumes that a pipe is 80 columns wide, and would truncate numbers to fit.
         table.add_column(name, justify="right", min_width=max(map(len, (name, *cells))))
     for row in rows:
         table.add_row(*row)
@@ -73,6 +73,8 @@ def memory_table(report: MemoryReport) -> Table:
 def _heaviest(report: MemoryReport) -> str:
     rank: RankMemory = report.heaviest
     count = rank.peak if rank.peak is not None else rank.accounted
+    if count is None:
+        return "-"
     unit = byte_unit([count])
     where = f" (rank {rank.rank})" if len(report.ranks) > 1 else ""
     return f"{format_bytes(count, unit)} {unit}{where}"

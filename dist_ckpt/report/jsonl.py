@@ -1,4 +1,4 @@
-"""Records of a run as JSON lines."""
+"""A run's records as JSON lines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class JsonLines:
-    """A file with one JSON object a line, each written through as it comes, so that a killed run keeps its lines.
+    """A file with one JSON object per line, flushed after each, so that a killed run keeps its lines.
 
     Args:
-        path: created with its folder; lines that are there already are kept.
-        after_step: on resuming, the last step that counts: lines of later steps are dropped, for they will be
-            written again.
+        path: created with its folder; existing lines are kept.
+        after_step: on resuming, the last step that counts: lines of later steps are dropped, as they will be written
+            again.
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
@@ -35,7 +35,7 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last line that was cut off by a kill is left out."""
+    """The records of a file, without a last line that was cut short by a kill."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -36,13 +36,14 @@ def test_resuming_drops_the_steps_that_come_again_and_a_line_cut_off(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def report(unit: int, count: int = 2, peak: int | None = None) -> MemoryReport:
+def report(unit: int, count: int = 2, peak: int | None = None, measured: bool = True) -> MemoryReport:
+    activations = [(rank + 1) * 1234 * unit if measured else None for rank in range(count)]
     return MemoryReport(
         7,
         tuple(
             RankMemory(
                 rank=rank, device="cuda:0" if peak else "cpu", step=7, params=unit, grads=unit, optimizer=2 * unit,
-                other=0, activations=(rank + 1) * 1234 * unit, peak=peak, live=peak, reserved=peak,
+                other=0, activations=activations[rank], peak=peak, live=peak, reserved=peak,
             )
             for rank in range(count)
         ),
@@ -81,6 +82,17 @@ def test_what_no_rank_can_say_has_no_column() -> None:
     console.table(report(MIB))
     assert "GiB" in text.getvalue()
     assert not {"peak", "reserved", "unattributed"} & set(text.getvalue().split())
+
+
+def test_activations_that_were_not_measured_are_a_dash() -> None:
+    console, text = spoken()
+    mixed = MemoryReport(7, (report(MIB).ranks[0], report(MIB, measured=False).ranks[1]))
+    console.table(mixed)
+    assert text.getvalue().splitlines()[-2].split() == ["1", "0.001", "0.001", "0.002", "-", "0.000", "-"]
+    console.step(7, 3.0, 0.5, 1.0, report(MIB, measured=False))
+    assert text.getvalue().endswith("memory -\n")
+    console.step(8, 3.0, 0.5, 1.0, None)
+    assert text.getvalue().endswith("1 tokens/s\n")
 
 
 def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
