@@ -1,4 +1,7 @@
-"""Private parts of FSDP1 and FSDP2 (tested with torch 2.13): where unsharded copies and flat buffers live."""
+"""Private parts of FSDP1 and FSDP2 (tested with torch 2.13): where unsharded copies and flat buffers live.
+
+All functions look at one module, so that a caller who walks a model does it once.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,11 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-from dist_ckpt.names import unwrapped_name
 
 
-def fsdp2_params(model: nn.Module) -> Iterator[FSDPParam]:
-    """Every sharded parameter of a model, each once."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
-
-
-def fsdp2_unsharded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The unsharded copies that FSDP2 holds now, by parameter name; released ones have an empty storage."""
-    for param in fsdp2_params(model):
-        name = unwrapped_name(param._param_fqn or "")
-        for output in getattr(param, "all_gather_outputs", ()):
-            yield name, output
-        unsharded = getattr(param, "_unsharded_param", None)
-        if unsharded is not None:
-            yield name, unsharded
-        accumulated = getattr(param, "unsharded_accumulated_grad", None)
-        if accumulated is not None:
-            yield f"{name}.grad", accumulated
-
-
-def fsdp1_flat_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every flat parameter, with the name of the module it belongs to."""
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel) and module._flat_param is not None:
-            yield unwrapped_name(name), module._flat_param
+def fsdp1_flat_parameter(module: nn.Module) -> nn.Parameter | None:
+    """The flat parameter that a module wrapped by FSDP1 manages."""
+    return module._flat_param if isinstance(module, FullyShardedDataParallel) else None
 
 
 def fsdp1_shard(flat: nn.Parameter) -> Tensor:
@@ -58,10 +34,27 @@ def fsdp1_managed(flat: nn.Parameter) -> Iterator[nn.Parameter]:
     yield from getattr(flat, "_params", None) or ()
 
 
-def fsdp1_unsharded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Unsharded and low-precision copies that FSDP1 holds now; released ones have an empty storage."""
-    for name, flat in fsdp1_flat_parameters(model):
-        for attribute in ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard"):
-            copy = getattr(flat, attribute, None)
-            if copy is not None:
-                yield f"{name}.{attribute}", copy
+def fsdp1_copies(flat: nn.Parameter) -> Iterator[Tensor]:
+    """Unsharded and low-precision copies of a flat parameter; released ones have an empty storage."""
+    for attribute in ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard"):
+        copy = getattr(flat, attribute, None)
+        if copy is not None:
+            yield copy
+
+
+def fsdp2_copies(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Unsharded copies that FSDP2 holds for the parameters of a module it shards, with the parameters' names.
+
+    Released ones have an empty storage.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for param in group.fsdp_params:
+            name = param._param_fqn or ""
+            for output in getattr(param, "all_gather_outputs", ()):
+                yield name, output
+            for attribute in ("_unsharded_param", "unsharded_accumulated_grad"):
+                copy = getattr(param, attribute, None)
+                if copy is not None:
+                    yield name, copy

@@ -8,6 +8,7 @@ frame of a non-reentrant checkpoint with its op-level cache. Both are reached th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,34 +28,43 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def saved_tensors(node: Any, attributes: dict[type, tuple[str, ...]]) -> Iterator[Any]:
-    """What one autograd node keeps, without unpacking it: ``SavedTensor`` handles, and plain tensors.
+@dataclass(frozen=True)
+class NodeKind:
+    """What is to be read from autograd nodes of one type."""
 
-    Args:
-        attributes: a memo of the handles' attribute names by node type, kept by the caller for one walk.
-    """
-    kind = type(node)
-    names = attributes.get(kind)
-    if names is None:
-        names = attributes[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
-    for name in names:
+    handles: tuple[str, ...]
+    """Attributes that hold ``SavedTensor`` handles."""
+    is_ctx: bool
+    """The node of a custom Function in Python is its ctx, and some keep tensors as plain attributes of it."""
+    is_opaque: bool | None
+    """Whether such nodes may keep tensors that Python cannot see: custom Functions written in C++, and ``CopySlices``,
+    which stands for an in-place operation on a view and hides that operation's own node. ``None`` where it depends on
+    the node: unregistered C++ nodes share one type."""
+
+    @staticmethod
+    def of(kind: type) -> NodeKind:
+        return NodeKind(
+            handles=tuple(name for name in dir(kind) if name.startswith("_raw_saved_")),
+            is_ctx=issubclass(kind, torch._C._FunctionBase),
+            is_opaque=None if kind.__name__ == "CppFunction" else kind.__name__ == "CopySlices",
+        )
+
+
+def saved_tensors(node: Any, kind: NodeKind) -> Iterator[Any]:
+    """What one autograd node keeps, without unpacking it: ``SavedTensor`` handles, and plain tensors."""
+    for name in kind.handles:
         handle = getattr(node, name)
         if isinstance(handle, tuple):  # TensorList arguments, and save_for_backward of a custom Function
             yield from (one for one in handle if one is not None)
         elif handle is not None:
             yield handle
-    # The node of a custom Function is its ctx, and some keep tensors as plain attributes of it.
-    yield from (leaf for leaf in tree_leaves(getattr(node, "__dict__", None) or {}) if isinstance(leaf, Tensor))
+    if kind.is_ctx:
+        yield from (leaf for leaf in tree_leaves(node.__dict__) if isinstance(leaf, Tensor))
 
 
-def is_opaque(node: Any) -> bool:
-    """Whether a node may keep tensors that Python cannot see.
-
-    These are custom Functions written in C++, and ``CopySlices``, which stands for an in-place operation on a view
-    and hides that operation's own node.
-    """
-    name = node.name()
-    return name.endswith("CopySlices") or "CppNode" in name
+def is_opaque(node: Any, kind: NodeKind) -> bool:
+    """Whether a node may keep tensors that Python cannot see."""
+    return "CppNode" in node.name() if kind.is_opaque is None else kind.is_opaque
 
 
 def frame_of(handle: Any) -> Any | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -55,7 +56,7 @@ class _Walk:
         self.kept = Storages()
         self.inputs = self.cached = 0
         self.opaque: set[str] = set()
-        self._attributes: dict[type, tuple[str, ...]] = {}
+        self._kinds: dict[type, torch_private.NodeKind] = {}
         self._frames: dict[int, Any] = {}
 
     def visit(self, nodes: list[Any]) -> None:
@@ -64,9 +65,12 @@ class _Walk:
         frames: list[Any] = []
         while pending:
             node = pending.pop()
-            for handle in torch_private.saved_tensors(node, self._attributes):
+            kind = self._kinds.get(type(node))
+            if kind is None:
+                kind = self._kinds[type(node)] = torch_private.NodeKind.of(type(node))
+            for handle in torch_private.saved_tensors(node, kind):
                 self._keep(handle, frames)
-            if torch_private.is_opaque(node):
+            if torch_private.is_opaque(node, kind):
                 self.opaque.add(node.name().removeprefix("torch::autograd::"))
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
@@ -101,12 +105,15 @@ class _Walk:
         return sum(self.kept.add(tensor, unless_in=self.resident) for tensor in tensors)
 
 
+_AUTOCAST_DTYPES = frozenset({torch.bfloat16, torch.float16})
 _CAST = "ToCopyBackward0"
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0", "ReshapeAliasBackward0"})
 
 
 def _is_weight_copy(tensor: Tensor) -> bool:
     """Whether a tensor is a cast copy of a parameter, as autocast makes, or a view of such a copy."""
+    if tensor.dtype not in _AUTOCAST_DTYPES:
+        return False
     node, cast = tensor.grad_fn, False
     while node is not None and (node.name() == _CAST or node.name() in _VIEWS):
         cast = cast or node.name() == _CAST

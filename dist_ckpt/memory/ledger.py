@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dist_ckpt.compat import fsdp
 from dist_ckpt.compat.torch import local_tensor
 from dist_ckpt.memory.storages import Storages
-from dist_ckpt.names import named_buffers, named_parameters
+from dist_ckpt.names import named_parameters, unwrapped_name
 
 Category = Literal["params", "grads", "optimizer", "other"]
 """``optimizer``: moments and fp32 master weights (arXiv:1910.02054, section 3.1); ``other``: buffers, communication
@@ -33,23 +33,32 @@ def owners_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
 
 def resident_of(model: nn.Module) -> Iterator[Owner]:
     """Owners that are alive whatever is trained: parameters, buffers and unsharded copies."""
-    flat_parameters = list(fsdp.fsdp1_flat_parameters(model))
-    for name, flat in flat_parameters:
-        yield "params", name, fsdp.fsdp1_shard(flat)
-    # Views into a flat parameter: of this rank's shard at rest, of the unsharded copy within a step.
-    views = {id(p) for _, flat in flat_parameters for p in fsdp.fsdp1_managed(flat)}
-    for name, parameter in named_parameters(model):
-        yield "other" if id(parameter) in views else "params", name, local_tensor(parameter)
-    for name, buffer in named_buffers(model):
-        yield "other", name, local_tensor(buffer)
-    for name, copy in (*fsdp.fsdp1_unsharded(model), *fsdp.fsdp2_unsharded(model)):
-        yield "other", f"{name} (unsharded)", copy
+    root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    views: set[int] = set()
+    for prefix, module in root.named_modules():
+        flat = fsdp.fsdp1_flat_parameter(module)
+        if flat is not None:
+            # Its parameters, met further down, are views: of this rank's shard at rest, of a copy within a step.
+            views.update(id(parameter) for parameter in fsdp.fsdp1_managed(flat))
+            yield "params", unwrapped_name(prefix), fsdp.fsdp1_shard(flat)
+            for copy in fsdp.fsdp1_copies(flat):
+                yield "other", f"{unwrapped_name(prefix)} (unsharded)", copy
+        for name, copy in fsdp.fsdp2_copies(module):
+            yield "other", f"{unwrapped_name(name)} (unsharded)", copy
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter is not flat:
+                category: Category = "other" if id(parameter) in views else "params"
+                yield category, unwrapped_name(f"{prefix}.{name}"), local_tensor(parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield "other", unwrapped_name(f"{prefix}.{name}"), local_tensor(buffer)
 
 
 def _grads(model: nn.Module) -> Iterator[Owner]:
-    for name, flat in fsdp.fsdp1_flat_parameters(model):
-        for grad in fsdp.fsdp1_shard_grads(flat):
-            yield "grads", name, grad
+    for prefix, module in model.named_modules():
+        flat = fsdp.fsdp1_flat_parameter(module)
+        for grad in fsdp.fsdp1_shard_grads(flat) if flat is not None else ():
+            yield "grads", unwrapped_name(prefix), grad
     for name, parameter in named_parameters(model):
         if parameter.grad is not None:
             yield "grads", name, local_tensor(parameter.grad)

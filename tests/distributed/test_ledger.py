@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt.compat.fsdp import fsdp1_flat_parameters
+from dist_ckpt.compat.fsdp import fsdp1_flat_parameter
 from dist_ckpt.cost import plan_cost
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
@@ -26,7 +26,7 @@ def two_steps(rank: int, world: int, job: Job) -> dict[str, Any]:
     batches = [rows_of(job, 0, m, rank, world, SMALL["vocab_size"]) for m in range(job.accumulation)]
     for _ in range(2):
         engine.train_step(batches, measure=True)
-    flat = [f.numel() for _, f in fsdp1_flat_parameters(engine.model)] if job.engine == "fsdp1" else []
+    flat = [f.numel() for f in map(fsdp1_flat_parameter, engine.model.modules()) if f is not None]
     held = [p for _, p in named_parameters(engine.model) if p.numel()]
     own = [p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in held]
     return {"memory": engine.memory, "flat": flat, "own": own}
