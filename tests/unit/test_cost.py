@@ -202,3 +202,14 @@ def test_outputs_with_a_loss_and_positional_batches_are_understood() -> None:
     assert by_tensor == plan_cost(model, plan, torch.randn(3, 4), lambda m, x: m(x).sum())
     # Inputs of both blocks; the last ReLU's output is the second block's, and lives only through the sum: not saved.
     assert by_tensor.saved_bytes == 2 * 3 * 4 * 4
+
+
+def test_the_default_of_selective_is_not_dominated() -> None:
+    """No other policy keeps no more and computes no more; what it recomputes costs no FLOPs at all."""
+    config = ModelConfig()
+    model = Transformer(config)
+    costs = {str(p): plan_cost(model, make_plan(model, p), batch_for(config)) for p in POLICIES}
+    default = costs.pop("selective")
+    assert default.recomputed_flops == 0 and default.saved_bytes < 0.6 * default.baseline_saved_bytes
+    for name, other in costs.items():
+        assert other.saved_bytes > default.saved_bytes or other.flops > default.flops, name
