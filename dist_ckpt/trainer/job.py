@@ -120,9 +120,7 @@ def train(job: Job, folder: RunFolder) -> bool:
     if loop.report is not None:
         console.table(loop.report)
         if opaque := job.engine.meter.opaque:
-            console.say(
-                f"activations may be higher than shown: {', '.join(opaque)} may hold tensors that are not counted"
-            )
+            console.say(f"activations may be higher than shown: what {', '.join(opaque)} may hold cannot be counted")
     console.say(loop.summary())
     return done
 

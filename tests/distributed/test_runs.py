@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from dist_ckpt.batch import IGNORE_INDEX
 from dist_ckpt.engines.base import DataParallelEngine
 from dist_ckpt.errors import ConfigError, DataError
 from dist_ckpt.flops import count_flops
+from dist_ckpt.memory import meter
 from dist_ckpt.report.console import Console
 from dist_ckpt.trainer.config import load_config
 from dist_ckpt.trainer.data import build_data, micro_batch
@@ -159,6 +162,21 @@ def test_ranks_with_different_data_are_refused_together(ranks: RankGroups, tmp_p
 def test_an_update_of_more_rows_than_there_are_is_a_mistake(change: str) -> None:
     with pytest.raises(ConfigError, match=r"more than the .* training rows of an epoch"):
         Job.build(load_config([*TINY, change]), Place())
+
+
+def run_with_opaque_nodes(rank: int, world: int, run_dir: str) -> str:
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
+        real = meter.saved_bytes
+        patch.setattr(meter, "saved_bytes", lambda *a, **k: dataclasses.replace(real(*a, **k), opaque=("CopySlices",)))
+        run_here(rank, world, run_dir, ["train.steps=1"])
+    return text.getvalue()
+
+
+def test_what_cannot_be_counted_is_named(ranks: RankGroups, tmp_path: Path) -> None:
+    first, second = ranks(2).run(run_with_opaque_nodes, str(tmp_path / "run"))
+    assert "\nactivations may be higher than shown: what CopySlices may hold cannot be counted\n" in first
+    assert not second
 
 
 def test_validation_leaves_training_as_it_is(ranks: RankGroups, tmp_path: Path) -> None:

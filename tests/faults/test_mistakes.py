@@ -93,7 +93,6 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     again = torchrun(*arguments, cwd=tmp_path, max_restarts=1)
     assert again.first_code == 2
-    assert set(again.worker_codes.values()) == {2}, "on every rank"
     assert len(set(again.errors)) == 1 and "train.resume=auto" in again.errors[0], again.output
     misspelt = alone(*arguments, "train.stepz=3", cwd=tmp_path)
     assert misspelt.code == 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,10 @@ import torch
 
 from dist_ckpt.engines.base import NonFiniteError
 from dist_ckpt.errors import ConfigError, DataError, PlanError, StateError
+from dist_ckpt.trainer import job, main
 from dist_ckpt.trainer.exits import ExitCode, code_of, forget_exit, record_exit, recorded_exit
+from dist_ckpt.trainer.process import Place
+from dist_ckpt.trainer.run_folder import RunFolder
 
 
 def test_codes_of_errors() -> None:
@@ -66,3 +71,20 @@ def test_a_record_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypa
             record_exit(tmp_path, ExitCode.FAULT, "boom")
     assert not list(tmp_path.iterdir())
     assert record_exit(tmp_path, ExitCode.FAULT, "boom")
+
+
+def test_success_that_cannot_be_recorded_is_still_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full_disk(*args: Any, **kwargs: Any) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module, name, result in (
+        (main, "start_process_group", None), (main, "log_to", None), (main, "record_exit", full_disk),
+        (job, "agree_on_folder", RunFolder(tmp_path)), (job, "train", True), (job, "end_process_group", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, result if callable(result) else lambda *args, result=result: result)
+    built: Any = SimpleNamespace(place=Place(), device=torch.device("cpu"))
+    assert main._run(built, RunFolder(tmp_path)) is ExitCode.DONE
+    written = capsys.readouterr()
+    assert written.err == f"warning: {tmp_path}/exit.json could not be written: No space left on device\n"
