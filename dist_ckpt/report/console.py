@@ -11,7 +11,7 @@ from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format
 
 
 class Console:
-    """Prints what the run has to say.
+    """Prints the progress and results of a run.
 
     Args:
         total_steps: the length of the bar.

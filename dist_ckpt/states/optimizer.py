@@ -74,7 +74,7 @@ def moments(model: nn.Module, optimizer: Optimizer, canonical: Mapping[str, str]
     A collective under FSDP1. An optimizer without any state gets one of zero moments first.
 
     Raises:
-        StateError: something in the state is no tensor.
+        StateError: something in the state is not a tensor.
     """
     with _own_groups(optimizer):
         state_dict: dict[str, Any] = get_optimizer_state_dict(model, optimizer)

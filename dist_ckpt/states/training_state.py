@@ -44,7 +44,7 @@ def save_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer
     Args:
         model: a plain module in one process, or one under DDP, FSDP1 (``use_orig_params=True``) or FSDP2.
         optimizer: made from the wrapped model's parameters.
-        extra: what the loop wants back, in types that JSON has (step, position, …); rank 0's is stored.
+        extra: what the loop wants back, JSON-serializable (step, position, …); rank 0's is stored.
 
     Raises:
         StateError: on every rank: the folder is in use, a file cannot be written, ``extra`` is not JSON, or the state
@@ -149,7 +149,7 @@ def _moment_targets(state: StateFolder, model: nn.Module, optimizer: Optimizer, 
 
 
 def read_tensors(state: StateFolder, tensors: dict[str, Any]) -> None:
-    """Fills tensors in place with what a state has under their keys. Every rank must call it.
+    """Reads a state's values into the tensors with the same keys, in place. Every rank must call it.
 
     Raises:
         StateError: a file does not hold the tensors that it should; some tensors may have been filled.

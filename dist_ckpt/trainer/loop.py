@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _HYPER_PARAMETERS = (
     "lr", "min_lr_ratio", "warmup_steps", "steps", "weight_decay", "beta1", "beta2", "optimizer_eps", "clip",
 )  # fmt: skip
-"""Options of ``train`` that a resumed run may change; it says so."""
+"""Options of ``train`` that a resumed run may change; changes are printed."""
 
 
 class Loop:
@@ -95,7 +95,7 @@ class Loop:
             self.console.say(f"changed since the state was saved: {', '.join(changed)}")
         if not extra["rng"]:
             self.console.say(
-                "the state was saved by another number of ranks: random generators start anew, so dropout differs from "
+                "the state was saved by another number of ranks: random generators start over, so dropout differs from "
                 "that of an uninterrupted run"
             )
 
