@@ -26,6 +26,8 @@ def find_blocks(model: nn.Module, spec: str | tuple[str, ...] = "auto") -> tuple
         PlanError: a pattern that matches nothing; the message lists the classes that do occur.
     """
     specs = (spec,) if isinstance(spec, str) else spec
+    if not specs:
+        raise PlanError("ckpt.blocks is empty: name blocks, or ask for mode 'none'")
     found: set[str] = set()
     for one in specs:
         names = set(_repeated_layers(model)) if one == "auto" else _named_or_classed(model, one)

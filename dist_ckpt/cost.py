@@ -51,6 +51,8 @@ class PlanCost:
     """Saved bytes without a policy."""
     baseline_flops: int
     """FLOPs without a policy."""
+    weight_copy_bytes: int = 0
+    """Low-precision copies of parameters that autocast makes and backward keeps; not part of ``saved_bytes``."""
     opaque: tuple[str, ...] = ()
     """Graph nodes that may keep more than ``saved_bytes`` says; see :class:`SavedBytes`."""
 
@@ -74,6 +76,10 @@ class PlanCost:
             f"saved {mib['saved']} MiB a micro-batch ({share:.1%} of {mib['none']} MiB without a policy; "
             f"inputs {mib['inputs']}, op results {mib['ops']}); "
             f"recomputes {self.recomputed_flops:,} FLOPs (+{extra:.1%} of forward and backward)"
+            + (
+                f"; autocast keeps {self.weight_copy_bytes / 2**20:.2f} MiB of weight copies"
+                * bool(self.weight_copy_bytes)
+            )
             + (f"; may keep more in {', '.join(self.opaque)}" if self.opaque else "")
         )
 
@@ -96,7 +102,16 @@ def plan_cost(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn |
     without = _measure(model, Plan(), batch, loss_fn) if plan.regions else with_plan
     saved, flops = with_plan
     baseline_saved, baseline_flops = without
-    return PlanCost(saved.total, saved.inputs, saved.cached, flops, baseline_saved.total, baseline_flops, saved.opaque)
+    return PlanCost(
+        saved.total,
+        saved.inputs,
+        saved.cached,
+        flops,
+        baseline_saved.total,
+        baseline_flops,
+        saved.weight_copies,
+        saved.opaque,
+    )
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -106,7 +106,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise PlanError(f"not a plan: no JSON ({error})") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
@@ -123,7 +123,9 @@ class Plan:
             )
         except PlanError:
             raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except KeyError as error:
+            raise PlanError(f"not a plan: it has no field {error}") from None
+        except (TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"not a plan: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:

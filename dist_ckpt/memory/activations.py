@@ -28,6 +28,8 @@ class SavedBytes:
     """Of the total: inputs of recomputed regions, where nothing else keeps them."""
     cached: int
     """Of the total: results in op-level caches, where nothing else keeps them."""
+    weight_copies: int = 0
+    """Not of the total: low-precision copies of parameters that autocast made and backward keeps."""
     opaque: tuple[str, ...] = ()
     """Graph nodes that may keep more, out of Python's sight: in-place operations on views outside of recomputed
     regions (``CopySlices``), custom Functions in C++, and hooks that pack tensors into something else."""
@@ -45,7 +47,8 @@ def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor]) -> SavedByt
     """
     walk = _Walk(Storages(resident))
     walk.visit([root.grad_fn for root in roots])
-    return SavedBytes(walk.kept.nbytes, walk.inputs, walk.cached, tuple(sorted(walk.opaque)))
+    opaque = tuple(sorted(walk.opaque))
+    return SavedBytes(walk.kept.nbytes, walk.inputs, walk.cached, walk.weight_copies.nbytes, opaque)
 
 
 class _Walk:
@@ -54,6 +57,7 @@ class _Walk:
     def __init__(self, resident: Storages) -> None:
         self.resident = resident
         self.kept = Storages()
+        self.weight_copies = Storages()
         self.inputs = self.cached = 0
         self.opaque: set[str] = set()
         self._kinds: dict[type, torch_private.NodeKind] = {}
@@ -89,7 +93,10 @@ class _Walk:
             return self.kept.add(item, unless_in=self.resident)
         if item.unpack_hook is None:
             tensor = item.data
-            if not isinstance(tensor, Tensor) or _is_weight_copy(tensor):
+            if not isinstance(tensor, Tensor):
+                return 0
+            if _is_weight_copy(tensor):
+                self.weight_copies.add(tensor, unless_in=self.resident)
                 return 0
             return self.kept.add(tensor, unless_in=self.resident)
         frame = torch_private.frame_of(item)

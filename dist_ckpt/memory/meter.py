@@ -55,7 +55,13 @@ class MemoryMeter:
 
         To be called after each forward and before its backward, with the loss (or with all outputs that backward
         starts from).
+
+        Raises:
+            ValueError: a root that is no tensor, or has no graph.
         """
+        for root in roots:
+            if not isinstance(root, Tensor) or root.grad_fn is None:
+                raise ValueError(f"after_forward takes the loss, before backward; got {_describe(root)}")
         found = saved_bytes(roots, (tensor for _, _, tensor in resident_of(self._model)))
         self._activations = max(self._activations or 0, found.total)
         self.opaque = tuple(sorted({*self.opaque, *found.opaque}))
@@ -86,6 +92,10 @@ class MemoryMeter:
     def reset(self) -> None:
         """Starts a new step: forgets the peak of saved bytes."""
         self._activations = None
+
+
+def _describe(root: object) -> str:
+    return "a tensor without a graph" if isinstance(root, Tensor) else f"a {type(root).__name__}"
 
 
 def gather_report(memory: RankMemory) -> MemoryReport:

@@ -24,6 +24,8 @@ def plan_selective_attention(model: nn.Module, blocks: tuple[str, ...], policy: 
         if name
     }
     patterns = (policy.modules,) if isinstance(policy.modules, str) else policy.modules
+    if not patterns:
+        raise PlanError("ckpt.modules is empty: name modules, or ask for mode 'none'")
     chosen: set[str] = set()
     matched = {}
     for pattern in patterns:

@@ -201,11 +201,6 @@ class Config(Checked):
         """Sequences per update over all of ``world_size`` ranks; raises as :meth:`resolved_grad_accum`."""
         return self.train.micro_batch * world_size * self.resolved_grad_accum(world_size)
 
-    def resolved_accum_sync(self) -> AccumSync:
-        """``train.accum_sync``, or the engine's default."""
-        default = AccumSync.boundary if self.engine.name is EngineName.ddp else AccumSync.every
-        return self.train.accum_sync or default
-
 
 def load_config(overrides: Sequence[str]) -> Config:
     """The configuration that a command line asks for; reads ``configs/``, writes nothing.

@@ -30,6 +30,20 @@ FINAL = (ExitCode.MISTAKE, ExitCode.OUT_OF_MEMORY)
 """Ends that a restart would only repeat."""
 
 
+def root_mistake(error: BaseException) -> BaseException:
+    """The user's mistake that caused an error, or else the error itself.
+
+    torch.compile wraps what the code that it traces raises (an op rule that matches nothing, say), and appends its
+    place in the graph to the message, which is one line without that.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, DistCkptError):
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    if cause is None or cause is error:
+        return error
+    return type(cause)(str(cause).partition("\n")[0])
+
+
 def code_of(error: BaseException) -> ExitCode:
     """The exit code that an exception means."""
     import torch

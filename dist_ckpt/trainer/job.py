@@ -15,6 +15,7 @@ from dist_ckpt.cost import PlanCost, plan_cost
 from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
 from dist_ckpt.engines.optim import OptimizerOptions
 from dist_ckpt.errors import ConfigError, DataError, PlanError
+from dist_ckpt.memory.records import byte_unit, format_bytes
 from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
 from dist_ckpt.report.console import Console
@@ -100,9 +101,6 @@ def train(job: Job, folder: RunFolder) -> bool:
     config, place = job.config, job.place
     _check_same_data(job)
     console = Console(config.train.steps, quiet=place.rank != 0)
-    if place.rank == 0:
-        folder.config.write_text(config_yaml(config), encoding="utf-8")
-        folder.plan.write_text(job.plan.to_json(), encoding="utf-8")
     console.say(f"run folder: {folder.path}")
     console.say(str(job.plan))
     console.say(f"data: {job.train_rows.description}")
@@ -110,12 +108,16 @@ def train(job: Job, folder: RunFolder) -> bool:
     torch.manual_seed((config.train.seed * 1_000_003 + place.rank) % 2**63)
     job.engine.prepare(job.model, job.plan)
     if config.train.accum_sync == "boundary" and (nbytes := job.engine.accumulation_cost_bytes()):
+        unit = byte_unit([nbytes])
         console.say(
-            f"train.accum_sync=boundary keeps {nbytes / 2**30:.3f} GiB of unsharded gradients on each rank until the "
-            "boundary"
+            f"train.accum_sync=boundary keeps {format_bytes(nbytes, unit)} {unit} of unsharded gradients on each rank "
+            "until the boundary"
         )
     loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination())
     loop.resume(restarted=place.restarts > 0)
+    if place.rank == 0:  # only now: a state that is refused leaves the folder's earlier run as it was
+        folder.config.write_text(config_yaml(config), encoding="utf-8")
+        folder.plan.write_text(job.plan.to_json(), encoding="utf-8")
     done = loop.run()
     if loop.report is not None:
         console.table(loop.report)
@@ -196,7 +198,7 @@ def cost_of(config: Config, model: Transformer, plan: Plan) -> PlanCost:
 
 def build_engine(config: Config, device: torch.device) -> DataParallelEngine:
     """The run's engine, not yet prepared."""
-    train = config.train
+    train, sync = config.train, config.train.accum_sync
     optimizer = OptimizerOptions(
         lr=train.lr,
         min_lr_ratio=train.min_lr_ratio,
@@ -210,7 +212,7 @@ def build_engine(config: Config, device: torch.device) -> DataParallelEngine:
     options = TrainingOptions(
         precision="bf16" if train.precision == "bf16" else "fp32",
         clip=train.clip,
-        accum_sync="every" if config.resolved_accum_sync() == "every" else "boundary",
+        accum_sync=None if sync is None else "every" if sync == "every" else "boundary",
         compile=train.compile,
         replicas=config.engine.replicas,
         optimizer=optimizer,

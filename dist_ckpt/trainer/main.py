@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.trainer.checks import check
 from dist_ckpt.trainer.config import Config, config_yaml, load_config
-from dist_ckpt.trainer.exits import FINAL, ExitCode, code_of, forget_exit, record_exit, recorded_exit
+from dist_ckpt.trainer.exits import FINAL, ExitCode, code_of, forget_exit, record_exit, recorded_exit, root_mistake
 from dist_ckpt.trainer.process import Place, leave, leave_with_rank_zero, log_to, start_process_group
 from dist_ckpt.trainer.run_folder import RunFolder, check_run_folder, claim_run_folder, find_run_folder, may_write_to
 
@@ -116,6 +116,7 @@ def _fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitC
     from dist_ckpt.states.agreement import OtherRankFailed
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes twice: from the terminal, then from torchrun
+    error = root_mistake(error)
     code = code_of(error)
     details = "".join(traceback.format_exception(error))
     _log.error("%s", details)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import time
@@ -52,7 +53,9 @@ class RunFolder:
         return self.path / "logs" / f"rank_{rank}.log"
 
     def holds_a_run(self) -> bool:
-        return any(path.exists() for path in (self.config, self.metrics, self.states))
+        """Whether a run has got as far as a step here; one that was refused earlier may be corrected and repeated."""
+        stepped = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return stepped or any(self.states.glob("step_*"))
 
 
 def find_run_folder(config: Config, restarted: bool) -> RunFolder | None:
@@ -92,10 +95,10 @@ def check_run_folder(config: Config, restarted: bool) -> None:
 
 
 def claim_run_folder(config: Config, restarted: bool) -> RunFolder:
-    """Creates the run's folder, or takes over the existing one. Only rank 0 calls this.
+    """Creates the run's folder, or takes over the existing one, and locks it. Only rank 0 calls this.
 
     Raises:
-        ConfigError: the folder holds another run, or cannot be written to.
+        ConfigError: the folder holds another run, is in use by one, or cannot be written to.
     """
     folder = find_run_folder(config, restarted)
     where = OUTPUTS if folder is None else folder.path
@@ -104,11 +107,27 @@ def claim_run_folder(config: Config, restarted: bool) -> RunFolder:
             _check_free(folder, config, restarted)
         folder = folder or _new_folder(config)
         folder.path.mkdir(parents=True, exist_ok=True)
+        _lock(folder)
         folder.job.write_text(_job(), encoding="utf-8")
         forget_exit(folder.path)
     except OSError as error:
         raise _not_writable(where, error) from error
     return folder
+
+
+def _lock(folder: RunFolder) -> None:
+    """Keeps other jobs out for as long as this process lives: the descriptor is never closed on purpose."""
+    descriptor = os.open(folder.job, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        user = folder.job.read_text(encoding="utf-8").split()[:2]
+        raise ConfigError(
+            f"run_dir={folder.path}: is in use by another job{f' ({user[0]}, process {user[1]})' if user[1:] else ''}; "
+            "choose another folder"
+        ) from None
+    except OSError:
+        os.close(descriptor)  # a file system without locks
 
 
 def _check_free(folder: RunFolder, config: Config, restarted: bool) -> None:

@@ -132,7 +132,13 @@ def test_autocast_weight_copies_are_no_activations() -> None:
     x = torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(x).float().sum()
-    assert saved_bytes([loss], model.parameters()).total == 8 * 64 * 2  # the bf16 input; not the bf16 weight
+    found = saved_bytes([loss], model.parameters())
+    assert found.total == 8 * 64 * 2  # the bf16 input
+    assert found.weight_copies == 0  # an input that needs no gradient needs no weight
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(model(x)).float().sum()
+    found = saved_bytes([loss], model.parameters())
+    assert (found.total, found.weight_copies) == (2 * 8 * 64 * 2, 64 * 64 * 2)
 
 
 def test_tensors_packed_by_other_hooks_count_as_packed() -> None:
@@ -185,6 +191,12 @@ def test_the_meter_adds_no_operation() -> None:
     with profile() as recorded:
         meter.boundary(1)
     assert [event.name for event in recorded.events() if event.name.startswith("aten::")] == []
+
+
+@pytest.mark.parametrize("root", [{"loss": 1}, 3.0, torch.ones(())])
+def test_a_loss_without_a_graph_is_an_error(root: object) -> None:
+    with pytest.raises(ValueError, match="after_forward takes the loss"):
+        MemoryMeter(nn.Linear(2, 2)).after_forward(root)  # type: ignore[arg-type]
 
 
 def test_peak_is_the_worst_micro_batch_of_a_step() -> None:

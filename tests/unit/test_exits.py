@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dist_ckpt.engines.base import NonFiniteError
 from dist_ckpt.errors import ConfigError, DataError, PlanError, StateError
 from dist_ckpt.trainer import job, main
-from dist_ckpt.trainer.exits import ExitCode, code_of, forget_exit, record_exit, recorded_exit
+from dist_ckpt.trainer.exits import ExitCode, code_of, forget_exit, record_exit, recorded_exit, root_mistake
 from dist_ckpt.trainer.process import Place
 from dist_ckpt.trainer.run_folder import RunFolder
+from dist_ckpt.wrap.apply import apply
 
 
 def test_codes_of_errors() -> None:
@@ -88,3 +90,18 @@ def test_success_that_cannot_be_recorded_is_still_success(
     assert main._run(built, RunFolder(tmp_path)) is ExitCode.DONE
     written = capsys.readouterr()
     assert written.err == f"warning: {tmp_path}/exit.json could not be written: No space left on device\n"
+
+
+def test_a_mistake_inside_compiled_code_is_a_mistake() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    apply(model, {"mode": "selective", "save": ["convolution"]})
+    model[0].compile(backend="aot_eager")
+    try:
+        model(torch.randn(2, 4))
+    except Exception as error:
+        found = root_mistake(error)
+    torch._dynamo.reset()
+    assert isinstance(found, PlanError) and code_of(found) is ExitCode.MISTAKE
+    assert str(found).startswith("op rules that matched no call") and "\n" not in str(found)
+    other = RuntimeError("no mistake")
+    assert root_mistake(other) is other

@@ -84,6 +84,13 @@ def test_blocks_by_class_glob_and_several() -> None:
     assert find_blocks(model, ("blocks.*", "SelfMix")) == find_blocks(model)  # nested matches belong to the outer one
 
 
+def test_empty_lists_of_patterns_are_an_error() -> None:
+    with pytest.raises(PlanError, match=r"ckpt\.blocks is empty"):
+        make_plan(Stack(), {"mode": "full", "blocks": []})
+    with pytest.raises(PlanError, match=r"ckpt\.modules is empty"):
+        make_plan(Stack(), {"mode": "selective_attention", "modules": []})
+
+
 def test_blocks_that_are_not_there_are_an_error_that_lists_the_classes() -> None:
     with pytest.raises(PlanError, match=r"did you mean 'Block'\?.*Block \(3\)"):
         find_blocks(Stack(3), "Blck")

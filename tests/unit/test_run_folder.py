@@ -12,11 +12,14 @@ from dist_ckpt.trainer.config import Config, load_config
 from dist_ckpt.trainer.exits import ExitCode, record_exit, recorded_exit
 from dist_ckpt.trainer.run_folder import RunFolder, check_run_folder, claim_run_folder, find_run_folder, may_write_to
 
+_lock = module._lock
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_job", lambda: "this job")
+    monkeypatch.setattr(module, "_lock", lambda folder: None)  # held for the life of a process: this one plays many
     return tmp_path
 
 
@@ -30,7 +33,7 @@ def config(*arguments: str) -> Config:
 
 def with_a_run(path: str) -> RunFolder:
     folder = claim_run_folder(config(f"run_dir={path}"), restarted=False)
-    folder.config.write_text("train: {}\n")
+    folder.metrics.write_text('{"step": 1}\n')
     return folder
 
 
@@ -68,6 +71,21 @@ def test_another_run_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> Non
         claim_run_folder(config("run_dir=mine"), restarted=True)
     assert recorded_exit(folder.path) == (ExitCode.DONE, "all steps done")
     assert folder.job.read_text() == "this job"
+
+
+def test_a_folder_in_use_is_refused() -> None:
+    folder = claim_run_folder(config("run_dir=mine"), restarted=False)
+    folder.job.write_text("somehost 4711 99", encoding="utf-8")
+    _lock(folder)
+    with pytest.raises(ConfigError, match=r"run_dir=mine: is in use by another job \(somehost, process 4711\)"):
+        _lock(folder)
+
+
+def test_a_run_that_was_refused_before_its_first_step_may_be_repeated() -> None:
+    folder = claim_run_folder(config("run_dir=mine"), restarted=False)
+    folder.config.write_text("train: {}\n", encoding="utf-8")
+    folder.metrics.write_text("", encoding="utf-8")
+    assert claim_run_folder(config("run_dir=mine"), restarted=False) == folder
 
 
 def test_the_same_run_goes_on() -> None:

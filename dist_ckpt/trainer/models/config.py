@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from dist_ckpt.errors import ConfigError
@@ -79,5 +79,10 @@ class ModelConfig(Checked, section="model"):
             )
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(f"model.n_heads={self.n_heads}: must be a multiple of model.n_kv_heads={self.n_kv_heads}")
+        defaults = {f.name: f.default for f in fields(self)}
+        for option, size in (("attention", "attention_chunk"), ("loss", "loss_chunk")):
+            way, asked = getattr(self, option), getattr(self, size)
+            if way != "chunked" and asked != defaults[size]:
+                raise ConfigError(f"model.{size}={asked}: no option of model.{option}={way}, only of chunked")
         if self.d_model * max(self.d_model, self.d_ff, self.vocab_size) > 2**60:  # torch cannot even count the bytes
             raise ConfigError(f"model.d_model={self.d_model}: makes a weight with more than 2**60 elements")
