@@ -35,6 +35,10 @@ class StateError(DistCkptError):
     """A training state that is corrupt, foreign or does not fit the model."""
 
 
+class StateWriteError(StateError):
+    """A training state that could not be written (a full disk): no mistake in what was asked, so a fault."""
+
+
 def choices(wrong: str, valid: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest valid one, then all of them.
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt.errors import DistCkptError
+from dist_ckpt.errors import DistCkptError, StateWriteError
 
 FILE = "exit.json"
 
@@ -48,6 +48,8 @@ def code_of(error: BaseException) -> ExitCode:
     """The exit code that an exception means."""
     import torch
 
+    if isinstance(error, StateWriteError):
+        return ExitCode.FAULT
     if isinstance(error, DistCkptError):
         return ExitCode.MISTAKE
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _is_cpu_out_of_memory(error):

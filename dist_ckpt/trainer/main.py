@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from dist_ckpt.errors import DistCkptError
+from dist_ckpt.errors import DistCkptError, StateWriteError
 from dist_ckpt.trainer.checks import check
 from dist_ckpt.trainer.config import Config, config_yaml, load_config
 from dist_ckpt.trainer.exits import FINAL, ExitCode, code_of, forget_exit, record_exit, recorded_exit, root_mistake
@@ -136,7 +136,7 @@ def _fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitC
         _print_error(short)
     elif code is ExitCode.OUT_OF_MEMORY:
         _print_error(f"out of memory: {short}{where}")
-    elif isinstance(error, (NonFiniteError, KeyboardInterrupt)):
+    elif isinstance(error, (NonFiniteError, StateWriteError, KeyboardInterrupt)):
         _print_error(f"{short}{where}")
     else:
         _print_error(f"rank {place.rank}: {details.rstrip()}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from dist_ckpt.errors import ConfigError, StateError
+from dist_ckpt.errors import ConfigError, StateError, StateWriteError
 from dist_ckpt.states.agreement import on_rank_zero, rank_and_world_size, together
 from dist_ckpt.states.files import is_complete, read_record, sync_folder
 
@@ -47,8 +48,14 @@ class StateStore:
             save_fn: ``save_fn(folder, extra)`` writes a state with this ``extra``, and more, into the folder.
 
         Raises:
-            StateError: on every rank; no complete state has been removed.
+            StateWriteError: on every rank; no complete state has been removed.
         """
+        try:
+            return self._save(step, save_fn)
+        except StateError as error:
+            raise StateWriteError(str(error)) from error
+
+    def _save(self, step: int, save_fn: Callable[[Path, dict[str, int]], None]) -> Path:
         final = self.directory / f"step_{step}"
         temporary = self.directory / f"{_TEMPORARY}{final.name}"
         number = on_rank_zero(self._make_ready)
@@ -65,13 +72,18 @@ class StateStore:
     def latest(self) -> Path | None:
         """The newest complete state, or None.
 
+        After a run went back to an older state, that is newer than the states it left behind.
+
         Raises:
             StateError: the folder cannot be read.
         """
 
         def newest() -> Path | None:
             self._put_back_replaced()
-            return next(reversed(self._complete()), None)
+            complete, (went_back_to, number) = self._complete(), self._went_back()
+            since = [path for path in complete if _number(path) > number]
+            chosen = [path for path in complete if path.name == went_back_to]
+            return next(reversed(since or chosen or complete), None)
 
         return on_rank_zero(newest)
 
@@ -97,10 +109,25 @@ class StateStore:
 
     def _given(self, path: Path) -> Path:
         if is_complete(path):
+            if path.resolve().parent == self.directory.resolve():
+                newest = max(map(_number, self._complete()))
+                self._marker.write_text(json.dumps([path.name, newest]), encoding="utf-8")
             return path
         near = StateStore(path if path.is_dir() else path.parent, self.keep)._complete() or self._complete()
         valid = f"complete ones: {_names(near)} in {near[0].parent}" if near else "there is none nearby"
         raise StateError(f"train.resume={path}: is not a complete training state; {valid}. Valid: auto, null, a path")
+
+    @property
+    def _marker(self) -> Path:
+        """Says which state a run went back to, and the number of the newest one then."""
+        return self.directory / ".went-back"
+
+    def _went_back(self) -> tuple[str, int]:
+        try:
+            name, number = json.loads(self._marker.read_text(encoding="utf-8"))
+            return str(name), int(number)
+        except (OSError, ValueError, TypeError):
+            return "", 0
 
     def _complete(self) -> list[Path]:
         """Complete states, oldest first."""

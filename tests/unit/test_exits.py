@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dist_ckpt.engines.base import NonFiniteError
-from dist_ckpt.errors import ConfigError, DataError, PlanError, StateError
+from dist_ckpt.errors import ConfigError, DataError, PlanError, StateError, StateWriteError
 from dist_ckpt.trainer import job, main
 from dist_ckpt.trainer.exits import ExitCode, code_of, forget_exit, record_exit, recorded_exit, root_mistake
 from dist_ckpt.trainer.process import Place
@@ -105,3 +105,9 @@ def test_a_mistake_inside_compiled_code_is_a_mistake() -> None:
     assert str(found).startswith("op rules that matched no call") and "\n" not in str(found)
     other = RuntimeError("no mistake")
     assert root_mistake(other) is other
+
+
+def test_a_state_that_cannot_be_written_is_no_mistake() -> None:
+    assert (
+        code_of(StateWriteError("disk full")) is ExitCode.FAULT and code_of(StateError("foreign")) is ExitCode.MISTAKE
+    )

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from dist_ckpt.errors import ConfigError, StateError
+from dist_ckpt.errors import ConfigError, StateError, StateWriteError
 from dist_ckpt.states.training_state import load_training_state, save_training_state
 from dist_ckpt.trainer.state import StateStore
 
@@ -55,7 +55,7 @@ def test_older_states_go_only_when_the_new_one_is_there(store: StateStore) -> No
         _write(path, extra)
         raise StateError("the disk is full")
 
-    with pytest.raises(StateError, match="disk is full"):
+    with pytest.raises(StateWriteError, match="disk is full"):
         store.save(3, fail)
     assert _names(store.directory) == ["step_1", "step_2"], "what was written goes too: it may be in the way"
     with pytest.raises(StateError, match="no complete training state was written"):
@@ -148,6 +148,16 @@ def test_newest_is_what_was_saved_last(store: StateStore) -> None:
     (store.directory / "step_15" / "state.json").write_text("{")
     with pytest.raises(StateError, match=r"step_15/state.json: is damaged"):
         store.latest()
+
+
+def test_a_run_that_went_back_leaves_the_newer_states_behind(store: StateStore) -> None:
+    """Also when it is stopped before its own first save: the other branch must not be mixed in."""
+    store.save(2, _write)
+    store.save(4, _write)
+    assert store.resolve(store.directory / "step_2") == store.directory / "step_2"
+    assert StateStore(store.directory, keep=2).resolve("auto") == store.directory / "step_2"
+    store.save(3, _write)
+    assert store.resolve("auto") == store.directory / "step_3"
 
 
 def test_given_path(store: StateStore, tmp_path: Path) -> None:
