@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dist_ckpt.errors import ConfigError, DataError
@@ -147,3 +148,11 @@ def test_a_vocabulary_too_small_for_the_text_is_an_error(tmp_path: Path) -> None
 def test_an_option_that_is_wrong_or_has_no_use_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataConfig(**options)
+
+
+def test_tokens_that_are_wider_than_told_are_found_at_the_start(tmp_path: Path) -> None:
+    np.arange(1, 200, dtype="<u4").tofile(tmp_path / "wide.bin")
+    options = {"kind": "tokens", "glob": f"{tmp_path}/wide.bin", "validation_fraction": 0}
+    with pytest.raises(DataError, match=r"every other token of .*wide.bin is 0.*data.dtype=uint16; valid"):
+        build(**options)
+    assert build(**options, dtype="uint32")[0].num_rows == 24

@@ -125,7 +125,8 @@ class FileDocuments:
         vocab_size: ids at or beyond it are errors, found at once in a sample, else when a row reads them.
 
     Raises:
-        DataError: a file's size is not a multiple of a token's, or a sampled id is beyond the vocabulary.
+        DataError: a file's size is not a multiple of a token's, or a sample has ids beyond the vocabulary or looks like
+            wider tokens.
     """
 
     def __init__(self, files: list[DocumentFile], dtype: str, vocab_size: int) -> None:
@@ -183,4 +184,9 @@ class FileDocuments:
         for document in full[:: max(1, len(full) // 16)][:16].tolist():
             length = int(self.lengths[document])
             for start in {0, length // 2, max(0, length - 4096)}:
-                self.read(document, start, min(start + 4096, length))
+                ids = self.read(document, start, min(start + 4096, length))
+                if len(ids) >= 64 and ids.any() and not (ids[::2].any() and ids[1::2].any()):
+                    raise DataError(
+                        f"data: every other token of {self._files[document].path} is 0, as if wider tokens were read as "
+                        f"data.dtype={self._dtype.name}; valid: uint16, uint32"
+                    )
