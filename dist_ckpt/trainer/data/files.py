@@ -187,6 +187,6 @@ class FileDocuments:
                 ids = self.read(document, start, min(start + 4096, length))
                 if len(ids) >= 64 and ids.any() and not (ids[::2].any() and ids[1::2].any()):
                     raise DataError(
-                        f"data: every other token of {self._files[document].path} is 0, as if wider tokens were read as "
-                        f"data.dtype={self._dtype.name}; valid: uint16, uint32"
+                        f"data: every other token of {self._files[document].path} is 0, as if wider tokens were "
+                        f"read as data.dtype={self._dtype.name}; valid: uint16, uint32"
                     )
