@@ -13,7 +13,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dist_ckpt.blocks import class_name
 from dist_ckpt.errors import PlanError, choices
@@ -111,12 +110,6 @@ def _refuse_unfit(name: str, module: nn.Module) -> None:
         raise PlanError(f"{name!r} is a scripted module, which cannot be recomputed: script after training")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise PlanError(f"{name!r} is a {type(module).__name__}, which has no forward: name its children instead")
-    for inner, norm in module.named_modules():
-        if isinstance(norm, _BatchNorm) and norm.track_running_stats:
-            raise PlanError(
-                f"{f'{name}.{inner}'.strip('.')!r} is a {type(norm).__name__}: recomputing it would update its running "
-                "statistics twice. Leave its block out, or build it with track_running_stats=False"
-            )
     if "forward" in module.__dict__:
         raise PlanError(f"{name!r} had its forward replaced on the object: apply the plan before that replacement")
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt.errors import PlanError
+from dist_ckpt.guards.forward_state import ForwardState, buffers_of
 from dist_ckpt.names import InPlaceWrapper, own_class
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.oplevel import compiled_contexts, eager_contexts
@@ -45,6 +48,10 @@ class Recomputed(InPlaceWrapper):
             rest[0] = {key: value for key, value in rest[0].items() if key not in (_REGION, _COMPILED)}
         return (rebuild, (make, plain, self.__dict__[_REGION]), *rest)
 
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        _remember(self, self.__dict__[_REGION])  # type: ignore[arg-type]  # now that its modules are there
+
 
 @functools.cache
 def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -57,11 +64,18 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
         if not _CHECKPOINT_OPTIONS.isdisjoint(kwargs):
             run, kwargs = functools.partial(run, **kwargs), {}
         region: Region = self.__dict__[_REGION]
-        if not region.save.ops:
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-        compiling = torch.compiler.is_compiling()
-        contexts = self.__dict__[_COMPILED] if compiling else functools.partial(eager_contexts, region)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if torch.compiler.is_compiling():
+            if self.__dict__[_COMPILED] is None:
+                raise PlanError(
+                    f"a recomputed {cls.__name__} has buffers, and compiled code would not recompute with the values "
+                    "that its forward found: do not compile it, or leave it out of the plan"
+                )
+            return checkpoint(run, *args, use_reentrant=False, **self.__dict__[_COMPILED], **kwargs)
+        contexts = eager_contexts(region) if region.save.ops else (nullcontext(), None)
+        state = ForwardState(self, contexts[1])
+        out = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (contexts[0], state), **kwargs)
+        state.forward_ends()
+        return out
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (Recomputed, cls), {**names, "forward": forward})
@@ -75,7 +89,10 @@ def rebuild(make: Callable[..., nn.Module], arguments: tuple[Any, ...], region: 
 def _remember(module: nn.Module, region: Region) -> None:
     module.__dict__[_REGION] = region
     # Made now, because a compiler that traces the forward cannot look up operators by name.
-    module.__dict__[_COMPILED] = compiled_contexts(region) if region.save.ops else None
+    options = {"context_fn": compiled_contexts(region)} if region.save.ops else {}
+    is_filled = "_modules" in module.__dict__  # not yet, while a copy is being made
+    has_buffers = is_filled and any(not isinstance(owner, _BatchNorm) for _, owner, _, _ in buffers_of(module))
+    module.__dict__[_COMPILED] = None if has_buffers else options
 
 
 def recompute_module(module: nn.Module, region: Region) -> nn.Module:
@@ -104,6 +121,11 @@ def restore_module(module: nn.Module) -> None:
         raise PlanError(f"a {own_class(module).__name__} was sharded since: remove its plan before sharding")
     module.__class__ = bases[0]
     del module.__dict__[_REGION], module.__dict__[_COMPILED]
+
+
+def compiles(module: nn.Module) -> bool:
+    """Whether every module in it that recomputes may do so in compiled code: none has buffers of its own to replay."""
+    return all(m.__dict__[_COMPILED] is not None for m in module.modules() if is_recomputed(m))
 
 
 def is_recomputed(module: nn.Module) -> bool:
