@@ -115,6 +115,7 @@ def train(
     grads_of: Callable[[DataParallelEngine], dict[str, Tensor]] = local_grads,
 ) -> Outcome:
     """Runs a job on this rank."""
+    torch._dynamo.reset()  # a long-lived rank would reach the compiler's limit and go on uncompiled, with other dropout
     engine = build_engine(job)
     torch.manual_seed(100 + rank)
     outcome = Outcome([], [], [], [], {}, [])

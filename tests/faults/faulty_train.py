@@ -73,11 +73,12 @@ def install(name: str, step: int) -> None:
 
     def faulty(self: Transformer, *args: Any, **kwargs: Any) -> Tensor:
         nonlocal calls
-        calls += self.training  # validation counts no step
-        if calls == step and name != "nan":
+        calls += self.training  # validation counts no step, and has no fault
+        now = self.training and calls == step
+        if now and name != "nan":
             FAULTS[name]()
         result = forward(self, *args, **kwargs)
-        return result * float("nan") if calls == step and name == "nan" else result
+        return result * float("nan") if now and name == "nan" else result
 
     Transformer.forward = faulty  # type: ignore[method-assign]
 
