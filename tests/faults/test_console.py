@@ -16,7 +16,7 @@ def test_a_terminal_shows_a_bar_and_then_the_table(tmp_path: Path) -> None:
     assert "Traceback" not in finished.output
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", finished.output)
     assert "━" in text and "5/5" in text
-    assert "step 1/5" not in text, "no line a step besides the bar"
+    assert "step 1/5  loss" not in text, "no line a step besides the bar"
     assert "step 2/5  validation loss" in text
     table = text.partition("memory per rank at step 5, MiB")[2]
     assert re.search(r"rank +params +grads +optimizer +activations +other +accounted", table)
