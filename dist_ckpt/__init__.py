@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from dist_ckpt.memory.records import MemoryReport, RankMemory
     from dist_ckpt.names import named_parameters
     from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
-    from dist_ckpt.planning import make_plan
+    from dist_ckpt.planning import apply, make_plan
     from dist_ckpt.policy import Policy
-    from dist_ckpt.wrap.apply import apply, apply_plan, remove_plan
+    from dist_ckpt.wrap.apply import apply_plan, remove_plan
 
 _HOMES = {
     "PlanCost": "cost",
@@ -35,7 +35,7 @@ _HOMES = {
     "SaveRule": "plan",
     "make_plan": "planning",
     "Policy": "policy",
-    "apply": "wrap.apply",
+    "apply": "planning",
     "apply_plan": "wrap.apply",
     "remove_plan": "wrap.apply",
 }

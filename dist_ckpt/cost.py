@@ -8,7 +8,8 @@ Python objects.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,28 +131,39 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _measure(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn) -> tuple[SavedBytes, int]:
+    saved: list[SavedBytes] = []
+    with fake_training(model, plan, batch) as (fake, fake_batch):
+
+        def step() -> None:
+            loss = loss_fn(fake, fake_batch)
+            saved.append(saved_bytes([loss], [*fake.parameters(), *fake.buffers()]))
+            loss.backward()
+
+        flops = count_flops(step)
+    return saved[0], flops
+
+
+@contextmanager
+def fake_training(model: nn.Module, plan: Plan, batch: ModelInput) -> Iterator[tuple[nn.Module, Any]]:
+    """A copy of the model in training mode with the plan applied, and the batch, all on tensors without memory.
+
+    Raises:
+        PlanError: the plan does not fit, the model is sharded, or what runs inside depends on values.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _device_of(model)
     fake = _fake_copy(model, mode, device)
     remove_plan(fake)
     apply_plan(fake, plan)
     fake.train()
-    saved: list[SavedBytes] = []
-
-    def step() -> None:
-        loss = loss_fn(fake, tree_map(lambda leaf: _fake(leaf, mode, device), batch))
-        saved.append(saved_bytes([loss], [*fake.parameters(), *fake.buffers()]))
-        loss.backward()
-
     # Dropout draws nothing on fake tensors, but restoring the states that checkpoints stash would move the real RNG.
     with torch.random.fork_rng(devices=[]), mode:
         try:
-            flops = count_flops(step)
+            yield fake, tree_map(lambda leaf: _fake(leaf, mode, device), batch)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise PlanError(
                 f"the cost cannot be computed without running the model: its forward depends on values ({error})"
             ) from error
-    return saved[0], flops
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -171,7 +183,7 @@ def _fake(leaf: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """A deep copy in which every tensor is replaced by a fake one, so that no memory is needed."""
     if unwrap(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
-        raise PlanError("plan_cost needs the model before sharding and compiling")
+        raise PlanError("what a plan costs is computed on the model before sharding and compiling")
     replaced: dict[int, Any] = {}
     for module in model.modules():
         tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]

@@ -14,10 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dist_ckpt.errors import PlanError, choices
+from dist_ckpt.policy import option_defaults
 
-SCHEMA = 1
+SCHEMA = 2
 
-Action = Literal["save", "recompute"]
+Action = Literal["save", "recompute", "offload"]
+Inputs = Literal["keep", "offload"]
+DeterminismCheck = Literal["default", "none"]
+
+EVERYTHING = "*"
+"""As the operation of an ``offload`` rule: whatever a forward saves for backward."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,12 @@ class OpRule:
     action: Action
     op: str
     """A logical name (``matmul``, ``attention``, …) or an operator (``aten.mm.default``); see :mod:`dist_ckpt.ops`."""
+    within: str = "*"
+    """Glob over the modules inside the region, relative to it, whose calls are meant. ``*`` alone: all of them."""
+    calls: tuple[int, ...] = ()
+    """Which matches of a forward of the region are meant, counted from 0; none named means all."""
+    every: int = 1
+    """Of the matches every n-th is meant, from the first; the rule says nothing about the others."""
     required: bool = True
     """A required rule that matched no call in the first forward of its region is an error."""
 
@@ -35,33 +47,90 @@ class OpRule:
             raise PlanError(
                 f"op rule for {self.op!r}: no action {self.action!r}; {choices(self.action, get_args(Action))}"
             )
+        if type(self.every) is not int or self.every < 1 or (self.every > 1 and self.calls):
+            raise PlanError(f"op rule for {self.op!r}: every={self.every} must be at least 1, and excludes calls")
+        is_part = self.within != "*" or self.calls or self.every > 1
+        if self.op == EVERYTHING and (self.action != "offload" or is_part):
+            raise PlanError(f"op rule {self}: only 'offload' takes every operation, and of the whole region")
+        if any(type(call) is not int or call < 0 for call in self.calls):
+            raise PlanError(f"op rule for {self.op!r}: calls are counted from 0, not {list(self.calls)}")
 
     def __str__(self) -> str:
-        return f"{self.action} {self.op}" + ("" if self.required else " if present")
+        calls = f" calls {', '.join(map(str, self.calls))}" if self.calls else ""
+        calls += f" every {self.every}" if self.every > 1 else ""
+        within = f" within {self.within}" if self.within != "*" else ""
+        return f"{self.action} {self.op}{calls}{within}" + ("" if self.required else " if present")
 
 
 @dataclass(frozen=True)
 class SaveRule:
     """What a region keeps besides its inputs; what no rule matches is recomputed."""
 
+    inputs: Inputs = "keep"
+    """``offload``: what the region needs to run again waits in host memory."""
     ops: tuple[OpRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.inputs not in get_args(Inputs):
+            raise PlanError(f"region inputs: no {self.inputs!r}; {choices(self.inputs, get_args(Inputs))}")
+        if self.offloads_everything and (len(self.ops) > 1 or self.inputs == "offload"):
+            raise PlanError(f"{self.ops[0]} leaves nothing to other rules")
+
+    @property
+    def offloads_everything(self) -> bool:
+        """Whether nothing is recomputed: all that backward needs waits in host memory."""
+        return any(rule.op == EVERYTHING for rule in self.ops)
+
+    def __str__(self) -> str:
+        inputs = "offload inputs" if self.inputs == "offload" else "keep inputs only" if not self.ops else ""
+        return ", ".join(filter(None, (inputs, *map(str, self.ops))))
 
 
 @dataclass(frozen=True)
 class Region:
-    """One span that is recomputed in backward. Every module of a nested region lies inside one of this region."""
+    """One span that is recomputed in backward.
+
+    Several modules are a segment: consecutive blocks of which only the first one's inputs are kept. A nested region
+    covers modules inside this one's, or blocks of this segment.
+    """
 
     modules: tuple[str, ...]
     save: SaveRule = SaveRule()
     inner: tuple[Region, ...] = ()
+    preserve_rng_state: bool = True
+    """Dropout draws the same in the recompute. Costs a copy of each generator's state a forward (5 KB on CPU)."""
+    determinism_check: DeterminismCheck = "default"
+    """``default`` compares shape, dtype and device of what is recomputed; ``none`` trusts it."""
+    early_stop: bool = True
+    """The recompute ends at the last tensor that backward needs."""
 
     def __post_init__(self) -> None:
         if not self.modules:
             raise PlanError("a region without modules")
+        where = " + ".join(self.modules)
+        if self.determinism_check not in get_args(DeterminismCheck):
+            raise PlanError(
+                f"region {where}: no determinism_check {self.determinism_check!r}; "
+                f"{choices(str(self.determinism_check), get_args(DeterminismCheck))}"
+            )
+        if len(self.modules) > 1 and self.save.ops:
+            raise PlanError(f"region {where}: op rules belong to regions of one module")
+        if self.save.offloads_everything and self.inner:
+            raise PlanError(f"region {where}: it is not recomputed, so no region can be nested in it")
         for region in self.inner:
             for name in region.modules:
-                if not any(name.startswith(f"{outer}." if outer else "") and name != outer for outer in self.modules):
-                    raise PlanError(f"the nested region {name!r} does not lie inside {' + '.join(self.modules)}")
+                if not any(self._holds(outer, name, region) for outer in self.modules):
+                    raise PlanError(f"the nested region {name!r} does not lie inside {where}")
+
+    def _holds(self, outer: str, name: str, inner: Region) -> bool:
+        if name == outer:
+            return len(inner.modules) < len(self.modules)
+        return name.startswith(f"{outer}." if outer else "")
+
+    @property
+    def depth(self) -> int:
+        """Levels of regions, this one included."""
+        return 1 + max((region.depth for region in self.inner), default=0)
 
     def walk(self) -> Iterator[Region]:
         """This region and all regions nested in it, outermost first."""
@@ -83,6 +152,8 @@ class Plan:
     """Blocks in which nothing is recomputed."""
     repairs: tuple[str, ...] = ()
     policy: Mapping[str, Any] = field(default_factory=lambda: {"mode": "none"})
+    notes: tuple[str, ...] = ()
+    """What whoever reads the plan should know: regions that were left out, how a length was found."""
     schema: int = SCHEMA
 
     def all_regions(self) -> Iterator[Region]:
@@ -120,6 +191,7 @@ class Plan:
                 unmatched=_names(data["unmatched"]),
                 repairs=_names(data["repairs"]),
                 policy=dict(data["policy"]),
+                notes=_names(data["notes"]),
             )
         except PlanError:
             raise
@@ -129,14 +201,17 @@ class Plan:
             raise PlanError(f"not a plan: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:
-        options = ", ".join(f"{k}={v}" for k, v in self.policy.items() if k != "mode" and v not in (None, "auto"))
-        head = f"plan: {self.policy.get('mode', 'none')}" + (f" ({options})" if options else "")
+        mode = self.policy.get("mode", "none")
+        defaults = option_defaults(mode)
+        options = ", ".join(f"{k}={v}" for k, v in self.policy.items() if k != "mode" and v != defaults.get(k))
+        head = f"plan: {mode}" + (f" ({options})" if options else "")
         lines = [f"{head}, {len(self.regions)} regions in {len(self.blocks)} blocks"]
         lines += [f"  matched    {pattern}: {count} modules" for pattern, count in self.matched]
         lines += [f"  blocks     {name}" for name in fold_names(self.blocks)]
         lines += list(_describe(self.regions, indent="  "))
         lines += [f"  kept whole {name}" for name in fold_names(self.unmatched)]
         lines += [f"  repair     {repair}" for repair in self.repairs]
+        lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -164,22 +239,34 @@ def _ranges(numbers: list[int]) -> str:
 
 def _describe(regions: tuple[Region, ...], indent: str) -> Iterator[str]:
     """One line a kind of region: those that keep the same and hold the same nested regions stand together."""
-    kinds: dict[SaveRule, list[Region]] = {}
+    kinds: dict[tuple[SaveRule, str], list[Region]] = {}
     for region in regions:
-        kinds.setdefault(region.save, []).append(region)
-    for save, members in kinds.items():
-        kept = ", ".join(map(str, save.ops)) or "keep inputs only"
-        names = tuple(" + ".join(fold_names(region.modules)) for region in members)
-        for name in fold_names(names):
-            yield f"{indent}recompute  {name}  [{kept}]"
+        kinds.setdefault((region.save, _options(region)), []).append(region)
+    for (save, options), members in kinds.items():
+        verb = "offload  " if save.offloads_everything else "recompute"
+        segments = [region.modules for region in members if len(region.modules) > 1]
+        names = fold_names(tuple(region.modules[0] for region in members if len(region.modules) == 1))
+        for name in (*(" + ".join(fold_names(modules)) for modules in segments), *names):
+            yield f"{indent}{verb}  {name}  [{save}{options}]"
         yield from _describe(tuple(inner for region in members for inner in region.inner), indent + "  ")
+
+
+def _options(region: Region) -> str:
+    """What differs from a region's defaults, as the end of its line."""
+    words = {
+        "RNG not replayed": not region.preserve_rng_state,
+        "unchecked": region.determinism_check == "none",
+        "to its end": not region.early_stop,
+    }
+    return "".join(f", {word}" for word, is_so in words.items() if is_so)
 
 
 def _names(values: list[str]) -> tuple[str, ...]:
     return tuple(str(v) for v in values)
 
 
-def _region(data: Mapping[str, Any]) -> Region:
-    rules, inner = SaveRule(**data["save"]).ops, data["inner"]  # an unknown field raises TypeError
-    save = SaveRule(ops=tuple(OpRule(**rule) for rule in rules))  # type: ignore[arg-type]
-    return Region(**{**data, "modules": _names(data["modules"]), "save": save, "inner": tuple(map(_region, inner))})
+def _region(data: Mapping[str, Any]) -> Region:  # an unknown field raises TypeError
+    rules = tuple(OpRule(**{**rule, "calls": tuple(rule["calls"])}) for rule in data["save"]["ops"])
+    save = SaveRule(**{**data["save"], "ops": rules})
+    inner = tuple(_region(region) for region in data["inner"])
+    return Region(**{**data, "modules": _names(data["modules"]), "save": save, "inner": inner})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from dist_ckpt.errors import PlanError, choices
-from dist_ckpt.typed import Checked, Range
+from dist_ckpt.typed import Checked, Choice, Range, Size
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Policy(Checked, section="ckpt", error=PlanError):
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain JSON data, ``mode`` first; :func:`policy_from` reads it back."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {"mode": self.mode} | {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+        return {"mode": self.mode} | {name: _plain(value) for name, value in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,20 @@ class NoPolicy(Policy):
     """Keep every activation: nothing is recomputed."""
 
     mode: ClassVar[str] = "none"
+
+
+class Inputs(Choice):
+    """Where a region's inputs wait for its recompute."""
+
+    keep = "keep"
+    offload = "offload"
+
+
+class DeterminismCheck(Choice):
+    """What is compared between a region's forward and its recompute."""
+
+    default = "default"
+    none = "none"
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,22 @@ class BlockPolicy(Policy):
     """Which modules are the blocks: ``auto`` (repeated layers of the model's own lists), a class name
     (``LlamaDecoderLayer``), a glob over module names (``model.layers.*``; ``*`` stays within one level, ``**``
     crosses levels), or a list of these."""
+    exclude: str | tuple[str, ...] = ()
+    """Blocks that are left alone: a class name, a glob over module names, or a list of these."""
+    inputs: Inputs = Inputs.keep
+    """``offload``: what each region needs to run again waits in host memory. Costs two copies over the link a region;
+    parameters and small tensors stay."""
+    min_bytes: Annotated[int, Range(least=0)] = 0
+    """Regions that would free less than this in one micro-batch are left out. Needs a batch to measure on."""
+    preserve_rng_state: bool = True
+    """Replay torch's random generators in the recompute. Costs a copy of each generator's state a region and forward
+    (5 KB on CPU); without it dropout draws anew, which gives wrong gradients: only for blocks that draw nothing."""
+    determinism_check: DeterminismCheck = DeterminismCheck.default
+    """Compare shape, dtype and device of recomputed tensors with those of the forward (microseconds a tensor); ``none``
+    trusts them."""
+    early_stop: bool = True
+    """End a recompute at the last tensor that backward needs. ``false`` runs each region to its end, which costs what
+    follows that tensor (the last matrix product of an MLP)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +97,20 @@ class EveryKPolicy(BlockPolicy):
 
 
 @dataclass(frozen=True)
+class FirstNPolicy(BlockPolicy):
+    """Recompute the first ``n`` blocks as a whole and keep the others (Megatron's method "block").
+
+    The first blocks' activations live longest. On a pipeline stage or with a budget, n is the number of blocks that
+    have to give up theirs.
+    """
+
+    mode: ClassVar[str] = "first_n"
+
+    n: Size = 1
+    """How many blocks; at most as many as there are."""
+
+
+@dataclass(frozen=True)
 class SelectivePolicy(BlockPolicy):
     """Inside each block, keep the results of operations that are expensive to recompute and recompute the rest.
 
@@ -82,9 +126,16 @@ class SelectivePolicy(BlockPolicy):
     """Operations whose results are kept: logical names (``matmul``, ``convolution``, ``attention``, ``collective``,
     ``topk``, ``d2h``) or operators (``mm``, ``aten.mm``, ``torch.ops.aten.mm.default``). Each must occur in the
     blocks. null: all of the logical names, of which at least one must occur."""
+    offload: tuple[str, ...] = ()
+    """Operations whose results wait in host memory instead; they take precedence over ``save``."""
+    every_nth_matmul: Size = 1
+    """Keep every n-th matrix product only, the first one of each region first, and recompute the others."""
+    recompute_matmuls_of: str | tuple[str, ...] = ()
+    """Globs over module names relative to the block, whose matrix products are recomputed: ``feed_forward.w2``. Each
+    must match in at least one block."""
 
     def check(self) -> None:
-        if self.save is not None and not self.save:
+        if self.save is not None and not self.save and not self.offload:
             raise PlanError("ckpt.save is empty: mode 'full' is the one that keeps nothing")
 
 
@@ -98,13 +149,116 @@ class SelectiveAttentionPolicy(BlockPolicy):
 
     mode: ClassVar[str] = "selective_attention"
 
-    modules: str | tuple[str, ...] = "auto"
-    """Globs over module names relative to the block (``attention``, ``mlp.*``). ``auto``: the outermost modules
-    whose name or class contains ``attn`` or ``attention``. Each glob must match in at least one block."""
+    modules: str | tuple[str, ...] = "attention"
+    """``attention`` (the outermost modules whose name or class says so), ``mlp``, or globs over module names relative
+    to the block (``self_attn.*``). Each must match in at least one block."""
+
+
+@dataclass(frozen=True)
+class SegmentPolicy(BlockPolicy):
+    """Base of the policies that take consecutive blocks as one region; a segment never crosses lists of blocks."""
+
+    k: Size | str = "sqrt"
+    """Blocks a segment. ``sqrt``: the length with the least peak, √(n·input bytes/block bytes) for n blocks of which
+    each keeps ``block bytes``, where a batch is given to measure them on; without a batch the nearest to √n, which is
+    right only for blocks that keep about as much as their input."""
+
+    def check(self) -> None:
+        if isinstance(self.k, str) and self.k != "sqrt":
+            raise PlanError(f"ckpt.k={self.k}: must be an integer or sqrt")
+
+
+@dataclass(frozen=True)
+class SegmentsPolicy(SegmentPolicy):
+    """Recompute ``k`` consecutive blocks as one region, of which only the inputs are kept.
+
+    A longer segment keeps less between forward and backward and needs more during its own backward: the peak is about
+    (n/k)·input + k·block (arXiv:1604.06174). Transformer blocks keep far more than their input, so short segments, or
+    ``nested``, are best for them.
+    """
+
+    mode: ClassVar[str] = "segments"
+
+    skip_last: bool = False
+    """Keep the last segment: its backward comes first, so that recomputing it frees nothing at the peak."""
+
+
+@dataclass(frozen=True)
+class NestedPolicy(SegmentPolicy):
+    """Segments of ``k`` blocks with further regions inside: the least memory, at up to one more recompute a level.
+
+    While a segment is recomputed, its blocks keep only what their own regions keep, so the peak is about
+    (n/k)·input + k·input + block.
+    """
+
+    mode: ClassVar[str] = "nested"
+
+    inner: str | tuple[str, ...] = "block"
+    """What is recomputed by itself inside a segment: ``block`` (each block), ``attention``, ``mlp``, ``chunk`` (the
+    query chunks of attention), or globs over module names relative to the block. They nest by where they lie:
+    ``[block, attention]`` is three levels with the segment, the most that are allowed; ``[attention, mlp]`` is two."""
+    save: tuple[str, ...] | None = None
+    """Operations whose results the innermost regions keep, as in ``selective``. Their caches survive from the first
+    forward to the backward, outer regions or not, which takes most of the gain: refused without ``insist``."""
+    insist: bool = False
+    """Accept ``save`` inside an outer region in spite of the memory it holds."""
+
+    def check(self) -> None:
+        super().check()
+        if not self.inner:
+            raise PlanError("ckpt.inner is empty: mode 'segments' is the one without regions inside")
+        if self.save is not None and not self.insist:
+            raise PlanError(
+                "ckpt.save: results kept inside an outer region stay alive from the first forward to the backward, so "
+                "the outer region frees far less than it seems; set ckpt.insist=true to have it so, or ask for mode "
+                "'selective'"
+            )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy(BlockPolicy):
+    """Recompute nothing; what chosen modules save for backward waits in host memory.
+
+    Worthwhile on an accelerator whose link to the host is fast compared with a block's compute. Parameters and small
+    tensors stay on the device. On the CPU it runs and is right, and saves nothing.
+    """
+
+    mode: ClassVar[str] = "offload"
+
+    modules: str | tuple[str, ...] = "block"
+    """``block`` (whole blocks), ``attention``, ``mlp``, or globs over module names relative to the block."""
+
+    def check(self) -> None:
+        if self.inputs is Inputs.offload:
+            raise PlanError("ckpt.inputs=offload: mode 'offload' has no region inputs, it offloads all that is saved")
+
+
+@dataclass(frozen=True)
+class ReplayPolicy(Policy):
+    """Apply a plan as it was written: ``plan.json`` of an earlier run, or of the planner."""
+
+    mode: ClassVar[str] = "plan"
+
+    path: str = ""
+    """The file. Its blocks must be those of the model."""
 
 
 POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
-    {cls.mode: cls for cls in (NoPolicy, FullPolicy, EveryKPolicy, SelectivePolicy, SelectiveAttentionPolicy)}
+    {
+        cls.mode: cls
+        for cls in (
+            NoPolicy,
+            FullPolicy,
+            EveryKPolicy,
+            FirstNPolicy,
+            SelectivePolicy,
+            SelectiveAttentionPolicy,
+            SegmentsPolicy,
+            NestedPolicy,
+            OffloadPolicy,
+            ReplayPolicy,
+        )
+    }
 )
 """Mode name to policy class."""
 
@@ -146,6 +300,16 @@ def policy_from(spec: str | Mapping[str, Any] | Policy | None) -> Policy:
     if mode is None:
         raise PlanError(f"a policy needs a mode. Valid: {', '.join(sorted(POLICIES))}")
     return cls(**options)
+
+
+def option_defaults(mode: str) -> dict[str, Any]:
+    """The options of a mode and their defaults, as :meth:`Policy.to_dict` writes them; none for an unknown mode."""
+    cls = POLICIES.get(mode, Policy)
+    return {f.name: _plain(f.default) for f in dataclasses.fields(cls)}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value.value if isinstance(value, Choice) else value
 
 
 def _policy_class(mode: str) -> type[Policy]:

@@ -7,7 +7,7 @@ nothing that autograd does, and sees what checkpoints keep, whoever made them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class SavedBytes:
     regions (``CopySlices``), custom Functions in C++, and hooks that pack tensors into something else."""
 
 
-def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor]) -> SavedBytes:
+def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iterable[Tensor] = ()) -> SavedBytes:
     """Bytes kept for the backward of ``roots``, to be read after forward and before backward.
 
     Not counted: storages of ``resident`` (parameters, buffers, unsharded copies), autocast's low-precision copies of
@@ -44,9 +44,10 @@ def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor]) -> SavedByt
     Args:
         roots: the loss, or all outputs that backward starts from.
         resident: tensors that are alive anyway and accounted elsewhere.
+        until: tensors at which to stop, so that only what lies between them and the roots is counted.
     """
     walk = _Walk(Storages(resident))
-    walk.visit([root.grad_fn for root in roots])
+    walk.visit([root.grad_fn for root in roots], {tensor.grad_fn for tensor in until})
     opaque = tuple(sorted(walk.opaque))
     return SavedBytes(walk.kept.nbytes, walk.inputs, walk.cached, walk.weight_copies.nbytes, opaque)
 
@@ -63,9 +64,9 @@ class _Walk:
         self._kinds: dict[type, torch_private.NodeKind] = {}
         self._frames: dict[int, Any] = {}
 
-    def visit(self, nodes: list[Any]) -> None:
-        seen = {node for node in nodes if node is not None}
-        pending = list(seen)
+    def visit(self, nodes: list[Any], beyond: Set[Any] = frozenset()) -> None:
+        pending = list({node for node in nodes if node is not None} - beyond)
+        seen = {*pending, *beyond}
         frames: list[Any] = []
         while pending:
             node = pending.pop()

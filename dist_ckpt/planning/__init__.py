@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,71 +11,151 @@ from typing import Any
 from torch import nn
 
 from dist_ckpt.blocks import find_blocks
+from dist_ckpt.cost import LossFn, ModelInput
+from dist_ckpt.errors import PlanError
 from dist_ckpt.names import named_modules
-from dist_ckpt.plan import Plan, fold_names
+from dist_ckpt.plan import Plan, Region, fold_names
 from dist_ckpt.planning.every_k import plan_every_k
+from dist_ckpt.planning.first_n import plan_first_n
 from dist_ckpt.planning.full import plan_full
-from dist_ckpt.planning.planned import Planned
+from dist_ckpt.planning.measure import freed_bytes, measure_blocks
+from dist_ckpt.planning.nested import plan_nested
+from dist_ckpt.planning.offload import plan_offload
+from dist_ckpt.planning.planned import Planned, Target
+from dist_ckpt.planning.replay import read_plan
+from dist_ckpt.planning.segments import plan_segments
 from dist_ckpt.planning.selective import plan_selective
 from dist_ckpt.planning.selective_attention import plan_selective_attention
 from dist_ckpt.policy import (
     BlockPolicy,
     EveryKPolicy,
+    FirstNPolicy,
     FullPolicy,
+    Inputs,
+    NestedPolicy,
+    OffloadPolicy,
     Policy,
+    ReplayPolicy,
+    SegmentsPolicy,
     SelectiveAttentionPolicy,
     SelectivePolicy,
     policy_from,
 )
+from dist_ckpt.wrap.apply import apply_plan
 
-Planner = Callable[[nn.Module, tuple[str, ...], Any], Planned]
-"""(model, names of its blocks, policy) → regions and matches."""
+PolicySpec = str | Mapping[str, Any] | Policy | None
 
-_PLANNERS: Mapping[type[Policy], Planner] = types.MappingProxyType(
+_PLANNERS: Mapping[type[Policy], Callable[[Target, Any], Planned]] = types.MappingProxyType(
     {
         FullPolicy: plan_full,
         EveryKPolicy: plan_every_k,
+        FirstNPolicy: plan_first_n,
         SelectivePolicy: plan_selective,
         SelectiveAttentionPolicy: plan_selective_attention,
+        SegmentsPolicy: plan_segments,
+        NestedPolicy: plan_nested,
+        OffloadPolicy: plan_offload,
     }
 )
 
 
-def make_plan(model: nn.Module, policy: str | Mapping[str, Any] | Policy | None) -> Plan:
+def make_plan(
+    model: nn.Module, policy: PolicySpec, batch: ModelInput | None = None, loss_fn: LossFn | None = None
+) -> Plan:
     """The plan that a policy means for a model. The model is only looked at, and may live on the meta device.
 
     Args:
         policy: a mode name, a mapping with ``mode`` (a dict or an OmegaConf node), a policy object, or ``None``.
+        batch: a micro-batch, as :func:`~dist_ckpt.plan_cost` takes it, for policies that measure: ``min_bytes`` and
+            ``k: sqrt``. Only shapes and dtypes matter.
+        loss_fn: (model, batch) → scalar loss, where the model does not return one itself.
 
     Raises:
-        PlanError: an unknown mode or option; blocks or patterns that match nothing.
+        PlanError: an unknown mode or option; blocks or patterns that match nothing; no batch where one is needed.
     """
     asked = policy_from(policy)
+    if isinstance(asked, ReplayPolicy):
+        return read_plan(model, asked)
     if not isinstance(asked, BlockPolicy):
         return Plan(policy=asked.to_dict())
+    if asked.min_bytes and batch is None:
+        raise PlanError(f"ckpt.min_bytes={asked.min_bytes} needs a batch to measure regions on: make_plan(…, batch)")
     blocks = find_blocks(model, asked.blocks)
-    planned = _PLANNERS[type(asked)](model, blocks, asked)
-    covered = tuple(name for region in planned.regions for name in region.modules)
-    specs = (asked.blocks,) if isinstance(asked.blocks, str) else asked.blocks
-    matched = {f"blocks={spec}": len(find_blocks(model, spec)) for spec in specs} | dict(planned.matched)
+    excluded = find_blocks(model, asked.exclude, key="exclude") if asked.exclude else ()
+    chosen = tuple(block for block in blocks if block not in excluded)
+    if not chosen:
+        raise PlanError(f"ckpt.exclude={asked.exclude!r} leaves no block; ask for mode 'none'")
+    measured = functools.partial(measure_blocks, model, batch, loss_fn) if batch is not None else None
+    planned = _PLANNERS[type(asked)](Target(model, chosen, measured), asked)
+    regions = tuple(_with_options(region, asked) for region in planned.regions)
+    notes = planned.notes
+    if asked.min_bytes and batch is not None:
+        freed = freed_bytes(model, regions, batch, loss_fn)
+        small = [region for region in regions if freed[region.modules] < asked.min_bytes]
+        regions = tuple(region for region in regions if region not in small)
+        notes += tuple(f"left out {' + '.join(r.modules)}: frees {freed[r.modules]:,} bytes" for r in small)
+    covered = tuple(name for region in regions for name in region.modules)
     return Plan(
         blocks=blocks,
-        regions=planned.regions,
-        matched=tuple(matched.items()),
+        regions=regions,
+        matched=tuple((_matches(model, asked) | dict(planned.matched)).items()),
         repairs=_repairs(model, covered),
         unmatched=tuple(b for b in blocks if not any(c == b or c.startswith(f"{b}.") for c in covered)),
         policy=asked.to_dict(),
+        notes=notes,
     )
 
 
+def apply(model: nn.Module, policy: PolicySpec, batch: ModelInput | None = None, loss_fn: LossFn | None = None) -> Plan:
+    """Makes a plan for the model and applies it: the one line for an existing training loop, before sharding.
+
+    Args and errors are those of :func:`make_plan` and :func:`~dist_ckpt.apply_plan`.
+
+    Returns:
+        The plan, for printing or saving.
+    """
+    plan = make_plan(model, policy, batch, loss_fn)
+    apply_plan(model, plan)
+    return plan
+
+
+def _with_options(region: Region, policy: BlockPolicy) -> Region:
+    """The region, and those nested in it, with the options that every block policy has."""
+    offload = policy.inputs is Inputs.offload and not region.save.offloads_everything
+    return dataclasses.replace(
+        region,
+        save=dataclasses.replace(region.save, inputs="offload" if offload else "keep"),
+        inner=tuple(_with_options(inner, policy) for inner in region.inner),
+        preserve_rng_state=policy.preserve_rng_state,
+        determinism_check=policy.determinism_check.value,
+        early_stop=policy.early_stop,
+    )
+
+
+def _matches(model: nn.Module, policy: BlockPolicy) -> dict[str, int]:
+    """How many modules each pattern for blocks matched."""
+    found = {}
+    for key, specs in (("blocks", policy.blocks), ("exclude", policy.exclude)):
+        for spec in (specs,) if isinstance(specs, str) else specs:
+            found[f"{key}={spec}"] = len(find_blocks(model, spec, key=key))
+    return found
+
+
 def _repairs(model: nn.Module, covered: tuple[str, ...]) -> tuple[str, ...]:
-    """What the regions put right by themselves; see :mod:`dist_ckpt.guards.forward_state`."""
-    owners = {
-        f"{name}.{prefix}".strip(".")
-        for name, module in named_modules(model)
-        if name in covered
-        for prefix, inside in named_modules(module)
-        if any(buffer is not None for buffer in inside._buffers.values())
-    }
-    ordered = tuple(name for name, _ in named_modules(model) if name in owners)
-    return tuple(f"buffers of {name} are as its forward found them, and updated once" for name in fold_names(ordered))
+    """What the regions put right by themselves (see :mod:`dist_ckpt.guards.forward_state`), and what they cannot."""
+    owners: set[str] = set()
+    hooked: set[str] = set()
+    for name, module in named_modules(model):
+        if name in covered:
+            for prefix, inside in named_modules(module):
+                full = f"{name}.{prefix}".strip(".")
+                if any(buffer is not None for buffer in inside._buffers.values()):
+                    owners.add(full)
+                if prefix and (inside._forward_hooks or inside._forward_pre_hooks):
+                    hooked.add(full)
+    order = [name for name, _ in named_modules(model)]
+    buffers, hooks = (fold_names(tuple(name for name in order if name in some)) for some in (owners, hooked))
+    return (
+        *(f"buffers of {name} are as its forward found them, and updated once" for name in buffers),
+        *(f"forward hooks of {name} lie inside a region, and fire in its recompute too" for name in hooks),
+    )

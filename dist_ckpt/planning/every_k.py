@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from dist_ckpt.plan import Region
-from dist_ckpt.planning.planned import Planned
+from dist_ckpt.planning.planned import Planned, Target
 from dist_ckpt.policy import EveryKPolicy
 
 
-def plan_every_k(model: nn.Module, blocks: tuple[str, ...], policy: EveryKPolicy) -> Planned:
+def plan_every_k(target: Target, policy: EveryKPolicy) -> Planned:
     """Blocks 0, k, 2k, … recompute whole."""
-    return Planned(tuple(Region((block,)) for block in blocks[:: policy.k]))
+    return Planned(tuple(Region((block,)) for block in target.blocks[:: policy.k]))

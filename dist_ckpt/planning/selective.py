@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from dist_ckpt.ops import resolve_op
 from dist_ckpt.plan import OpRule, Region, SaveRule
-from dist_ckpt.planning.planned import Planned
+from dist_ckpt.planning.planned import Planned, Target
 from dist_ckpt.policy import SelectivePolicy
 
 DEFAULT_SAVE = ("matmul", "convolution", "attention", "collective", "topk", "d2h")
@@ -14,11 +12,11 @@ DEFAULT_SAVE = ("matmul", "convolution", "attention", "collective", "topk", "d2h
 or waits for the host. ``topk`` is kept because a routing that flips in the recompute changes gradients."""
 
 
-def plan_selective(model: nn.Module, blocks: tuple[str, ...], policy: SelectivePolicy) -> Planned:
+def plan_selective(target: Target, policy: SelectivePolicy) -> Planned:
     """Every block recomputes all but what the rules keep; raises PlanError for an unknown operation."""
     names = DEFAULT_SAVE if policy.save is None else policy.save
     for name in names:
         resolve_op(name)
     # No model has every kind of operation, so single default rules may match nothing; what a user names must occur.
-    rules = SaveRule(tuple(OpRule("save", name, required=policy.save is not None) for name in names))
-    return Planned(tuple(Region((block,), rules) for block in blocks))
+    rules = SaveRule(ops=tuple(OpRule("save", name, required=policy.save is not None) for name in names))
+    return Planned(tuple(Region((block,), rules) for block in target.blocks))

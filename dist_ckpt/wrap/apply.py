@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,23 +17,7 @@ from dist_ckpt.blocks import class_name
 from dist_ckpt.errors import PlanError, choices
 from dist_ckpt.names import named_modules, unwrap
 from dist_ckpt.plan import Plan, Region
-from dist_ckpt.planning import make_plan
-from dist_ckpt.policy import Policy
 from dist_ckpt.wrap.module import is_recomputed, recompute_module, restore_module
-
-
-def apply(model: nn.Module, policy: str | Mapping[str, Any] | Policy | None) -> Plan:
-    """Makes a plan for the model and applies it: the one line for an existing training loop, before sharding.
-
-    Returns:
-        The plan, for printing or saving.
-
-    Raises:
-        PlanError: as :func:`make_plan` and :func:`apply_plan`.
-    """
-    plan = make_plan(model, policy)
-    apply_plan(model, plan)
-    return plan
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:

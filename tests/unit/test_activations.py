@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt.memory.activations import saved_bytes
 from dist_ckpt.memory.meter import MemoryMeter
-from dist_ckpt.wrap.apply import apply
+from dist_ckpt.planning import apply
 
 
 def seen_by_hooks(model: nn.Module, x: Tensor) -> int:

@@ -14,11 +14,11 @@ from torch import nn
 
 from dist_ckpt.engines.base import NonFiniteError
 from dist_ckpt.errors import ConfigError, DataError, PlanError, StateError, StateWriteError
+from dist_ckpt.planning import apply
 from dist_ckpt.trainer import job, main
 from dist_ckpt.trainer.exits import ExitCode, code_of, forget_exit, record_exit, recorded_exit, root_mistake
 from dist_ckpt.trainer.process import Place
 from dist_ckpt.trainer.run_folder import RunFolder
-from dist_ckpt.wrap.apply import apply
 
 
 def test_codes_of_errors() -> None:

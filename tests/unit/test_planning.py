@@ -14,9 +14,8 @@ from dist_ckpt.blocks import find_blocks, glob_match
 from dist_ckpt.errors import PlanError
 from dist_ckpt.ops import LOGICAL_OPS, resolve_op
 from dist_ckpt.plan import OpRule, Plan, Region, SaveRule, fold_names
-from dist_ckpt.planning import make_plan
+from dist_ckpt.planning import apply, make_plan
 from dist_ckpt.policy import POLICIES, EveryKPolicy, NoPolicy, SelectivePolicy, policy_from
-from dist_ckpt.wrap.apply import apply
 from tests.unit.toys import EncoderDecoder, Residual, Stack
 
 

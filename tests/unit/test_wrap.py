@@ -18,7 +18,8 @@ from dist_ckpt.flops import count_flops
 from dist_ckpt.memory.activations import saved_bytes
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
-from dist_ckpt.wrap.apply import apply, apply_plan, remove_plan
+from dist_ckpt.planning import apply
+from dist_ckpt.wrap.apply import apply_plan, remove_plan
 from dist_ckpt.wrap.module import own_class
 from tests.unit.toys import Block, Residual, Stack
 

@@ -1,0 +1,71 @@
+"""Mode ``segments``: k consecutive blocks are one region."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from dist_ckpt.blocks import class_name
+from dist_ckpt.names import named_children, named_modules
+from dist_ckpt.plan import Region
+from dist_ckpt.planning.planned import Planned, Target
+from dist_ckpt.policy import SegmentPolicy, SegmentsPolicy
+
+
+def plan_segments(target: Target, policy: SegmentsPolicy) -> Planned:
+    """Consecutive blocks recompute as one."""
+    segments, notes = cut(target, policy)
+    kept = segments[:-1] if policy.skip_last else segments
+    return Planned(tuple(Region(modules) for modules in kept), notes=notes)
+
+
+def cut(target: Target, policy: SegmentPolicy) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """The segments, run by run of consecutive blocks, and a note on how their length was found."""
+    segments: list[tuple[str, ...]] = []
+    notes: dict[str, None] = {}
+    for run in runs(target):
+        k = policy.k
+        if isinstance(k, str):
+            k, note = _best_length(target, run)
+            notes[note] = None
+        segments += [run[start : start + k] for start in range(0, len(run), k)]
+    return segments, tuple(notes)
+
+
+def runs(target: Target) -> Iterator[tuple[str, ...]]:
+    """Blocks that follow each other in one list, without an excluded one between them."""
+    siblings: dict[str, list[str]] = {}
+    for block in target.blocks:
+        siblings.setdefault(block.rpartition(".")[0], []).append(block)
+    for parent_name, parent in named_modules(target.model):
+        blocks = siblings.get(parent_name, [])
+        kinds = {class_name(child) for name, child in named_children(parent) if _full(parent_name, name) in blocks}
+        run: list[str] = []
+        for name, child in named_children(parent):
+            full = _full(parent_name, name)
+            if full in blocks:
+                run.append(full)
+            elif run and class_name(child) in kinds:
+                yield tuple(run)
+                run = []
+        if run:
+            yield tuple(run)
+
+
+def _full(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
+def _best_length(target: Target, run: tuple[str, ...]) -> tuple[int, str]:
+    """The length with the least peak (n/k)·input + k·block, and a note that says what it rests on."""
+    n = len(run)
+    if target.measured is None:
+        k = max(1, round(math.sqrt(n)))
+        return k, (
+            f"segments of {k}: √n, as no batch was given to measure blocks on. Blocks that keep more than their "
+            "input peak lower with shorter segments, or with mode 'nested'"
+        )
+    sizes = target.measured(run).values()
+    inputs, kept = (sum(one.inputs for one in sizes) / n, sum(one.kept for one in sizes) / n)
+    k = min(max(1, round(math.sqrt(n * inputs / kept))), n) if kept else n
+    return k, f"segments of {k}: √(n·input/block) with inputs of {inputs:,.0f} and blocks of {kept:,.0f} bytes"
