@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from dist_ckpt.names import named_children, own_class, unwrap
 
@@ -93,15 +94,15 @@ class _Search:
         is_container = isinstance(part.module, (nn.ModuleList, nn.ModuleDict))
         return bool(part.children) and not is_container and weights >= self._least_weights
 
-    def _groups(self) -> Mapping[Hashable, list[_Part]]:
+    def _groups(self) -> Mapping[Any, list[_Part]]:
         """Listed layers by kind, of kinds that occur more than once, or fill a list on their own."""
-        groups: dict[Hashable, list[_Part]] = defaultdict(list)
-        several: set[Hashable] = set()
+        groups: dict[Any, list[_Part]] = defaultdict(list)
+        several: set[Any] = set()
         for holder in self._root.walk():
             for row, is_whole_list in self._rows(holder):
                 counts = Counter(part.cls for part in row)
                 for part in row:
-                    key: Hashable = part.cls
+                    key: Any = part.cls
                     if part.cls is nn.Sequential:  # its class says nothing: those of one row, or of the same make
                         of_row = counts[part.cls] > 1
                         key = holder if of_row else tuple(child.cls for child in part.children)
@@ -116,7 +117,7 @@ class _Search:
             row = [child for child in holder.children if self._is_layer(child)]
             yield row, len(holder.children) == 1 == len(row)
             return
-        numbered: dict[Hashable, list[_Part]] = defaultdict(list)
+        numbered: dict[Any, list[_Part]] = defaultdict(list)
         for child in holder.children:
             stem = re.fullmatch(r"(.*?)\d+", child.name.rpartition(".")[2])
             if stem and self._is_layer(child) and not any(self._holds_several(part) for part in child.walk()):
@@ -141,7 +142,7 @@ class _Search:
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return (0, 0) if isinstance(parameter, UninitializedTensorMixin) else tuple(parameter.shape)
+    return (0, 0) if is_lazy(parameter) else tuple(parameter.shape)
 
 
 def _outermost(root: _Part, chosen: Iterable[str]) -> Iterator[str]:
