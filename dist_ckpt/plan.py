@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dist_ckpt.errors import PlanError, choices
-from dist_ckpt.policy import option_defaults
+from dist_ckpt.policy import telling_options
 
 SCHEMA = 2
 
@@ -201,10 +201,8 @@ class Plan:
             raise PlanError(f"not a plan: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:
-        mode = self.policy.get("mode", "none")
-        defaults = option_defaults(mode)
-        options = ", ".join(f"{k}={v}" for k, v in self.policy.items() if k != "mode" and v != defaults.get(k))
-        head = f"plan: {mode}" + (f" ({options})" if options else "")
+        options = ", ".join(f"{name}={value}" for name, value in telling_options(self.policy).items())
+        head = f"plan: {self.policy.get('mode', 'none')}" + (f" ({options})" if options else "")
         lines = [f"{head}, {len(self.regions)} regions in {len(self.blocks)} blocks"]
         lines += [f"  matched    {pattern}: {count} modules" for pattern, count in self.matched]
         lines += [f"  blocks     {name}" for name in fold_names(self.blocks)]

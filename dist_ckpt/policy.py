@@ -302,10 +302,16 @@ def policy_from(spec: str | Mapping[str, Any] | Policy | None) -> Policy:
     return cls(**options)
 
 
-def option_defaults(mode: str) -> dict[str, Any]:
-    """The options of a mode and their defaults, as :meth:`Policy.to_dict` writes them; none for an unknown mode."""
-    cls = POLICIES.get(mode, Policy)
-    return {f.name: _plain(f.default) for f in dataclasses.fields(cls)}
+def telling_options(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a policy as :meth:`Policy.to_dict` wrote it, the options worth reading: the mode's own as far as they say
+    something, and those that many modes have where they differ from their defaults."""
+    common = {f.name: _plain(f.default) for f in dataclasses.fields(BlockPolicy)}
+    empty = (None, False, [], "")
+    return {
+        name: value
+        for name, value in policy.items()
+        if name != "mode" and (value != common[name] if name in common else value not in empty)
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -147,15 +147,17 @@ def _keys(cls: type, prefix: str) -> Iterator[Key]:
 
 
 def _policy_keys() -> tuple[Key, ...]:
-    """The mode, then the options of all modes, each once, with the modes that it belongs to."""
-    mode_key = Key("ckpt.mode", " | ".join(POLICIES), "none", "Set by the group: ``ckpt=full``.")
-    modes: dict[str, list[str]] = {}
-    found: dict[str, Key] = {}
+    """The mode, the options that every mode but ``none`` and ``plan`` has, then those of single modes."""
+    mode_key = Key("ckpt.mode", "str", "none", f"Set by the group: ``ckpt=full``. One of {', '.join(POLICIES)}.")
+    modes: dict[Key, list[str]] = {}
     for mode, policy in POLICIES.items():
         for key in _keys(policy, "ckpt."):
-            modes.setdefault(key.name, []).append(mode)
-            found[key.name] = key
-    described = (dataclasses.replace(key, doc=f"{', '.join(modes[name])}: {key.doc}") for name, key in found.items())
+            modes.setdefault(key, []).append(mode)
+    common = max(modes.values(), key=len)
+    described = (
+        dataclasses.replace(key, doc=key.doc if of == common else f"{', '.join(of)}: {key.doc}")
+        for key, of in sorted(modes.items(), key=lambda item: item[1] != common)
+    )
     return (mode_key, *described)
 
 

@@ -18,11 +18,14 @@ MESHES = "tensor/context parallel meshes are not supported"
 # The command line, split at spaces unless it is a list; then what the message has to say.
 MISTAKES: list[tuple[str | list[str], tuple[str, ...]]] = [
     # group choices
-    ("ckpt=selectve", ("ckpt=selectve", "did you mean 'selective'?", "every_k, full, none, selective", "or null")),
+    (
+        "ckpt=selectve",
+        ("ckpt=selectve", "did you mean 'selective'?", "every_k, first_n, full", "or null"),
+    ),
     ("+ckpt=selectve", ("ckpt=selectve", "did you mean 'selective'?")),
     ("ckpt=None", ("did you mean 'none'?",)),
-    ("ckpt=[full]", ("no such choice", "every_k, full")),
-    ("ckpt=", ("no such choice", "every_k, full")),
+    ("ckpt=[full]", ("no such choice", "every_k, first_n, full")),
+    ("ckpt=", ("no such choice", "every_k, first_n, full")),
     ("ckpt=${engine.name}", ("no such choice",)),
     ("engine=fsdp3", ("engine=fsdp3", "did you mean 'fsdp2'?", "Valid: ddp, fsdp1, fsdp2")),
     ("engine=null", ("engine=null", "Valid: ddp, fsdp1, fsdp2")),

@@ -275,8 +275,8 @@ def test_decisions_are_counted_anew_in_every_block_and_forward() -> None:
 
 
 def test_the_first_rule_that_matches_wins() -> None:
-    all_kept = SaveRule((OpRule("save", "matmul"),))
-    no_bmm = SaveRule((OpRule("recompute", "bmm"), OpRule("save", "matmul")))
+    all_kept = SaveRule(ops=(OpRule("save", "matmul"),))
+    no_bmm = SaveRule(ops=(OpRule("recompute", "bmm"), OpRule("save", "matmul")))
     cached = {}
     for name, rule in (("all", all_kept), ("no_bmm", no_bmm)):
         model = stack()
