@@ -6,16 +6,22 @@ import math
 from collections.abc import Iterator
 
 from dist_ckpt.blocks import class_name
+from dist_ckpt.errors import PlanError
 from dist_ckpt.names import named_children, named_modules
-from dist_ckpt.plan import Region
+from dist_ckpt.plan import Region, fold_names
 from dist_ckpt.planning.planned import Planned, Target
 from dist_ckpt.policy import SegmentPolicy, SegmentsPolicy
 
 
 def plan_segments(target: Target, policy: SegmentsPolicy) -> Planned:
-    """Consecutive blocks recompute as one."""
+    """Consecutive blocks recompute as one; raises PlanError where ``skip_last`` leaves none."""
     segments, notes = cut(target, policy)
     kept = segments[:-1] if policy.skip_last else segments
+    if not kept:
+        raise PlanError(
+            f"ckpt.skip_last=true leaves no segment: ckpt.k={policy.k} makes one of {', '.join(fold_names(segments[0]))}; "
+            "use a smaller k, or ask for mode 'none'"
+        )
     return Planned(tuple(Region(modules) for modules in kept), notes=notes)
 
 
