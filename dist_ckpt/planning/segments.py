@@ -19,8 +19,8 @@ def plan_segments(target: Target, policy: SegmentsPolicy) -> Planned:
     kept = segments[:-1] if policy.skip_last else segments
     if not kept:
         raise PlanError(
-            f"ckpt.skip_last=true leaves no segment: ckpt.k={policy.k} makes one of {', '.join(fold_names(segments[0]))}; "
-            "use a smaller k, or ask for mode 'none'"
+            f"ckpt.skip_last=true leaves no segment: ckpt.k={policy.k} makes {' + '.join(fold_names(segments[0]))} the "
+            "only one; use a smaller k, or ask for mode 'none'"
         )
     return Planned(tuple(Region(modules) for modules in kept), notes=notes)
 
