@@ -7,7 +7,9 @@ frame of a non-reentrant checkpoint with its op-level cache. Both are reached th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as _checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -79,6 +82,59 @@ def current_frame() -> Any:
     if frame is None:
         raise UnsupportedTorch(f"torch {torch.__version__}: no checkpoint frame on the saved-tensor hook stack")
     return frame
+
+
+def running_frame() -> tuple[Any, bool] | None:
+    """The innermost non-reentrant checkpoint that runs its forward or its recompute, and whether it is the latter.
+
+    ``None`` outside of checkpoints, and under other saved-tensor hooks.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if not hooks:
+        return None
+    frame = _frame_in(hooks[1])
+    if frame is not None:
+        return frame, False
+    pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])  # torch 2.13 hides it from the compiler
+    if not getattr(pack, "__qualname__", "").startswith("_recomputation_hook.__init__"):
+        return None
+    frame = _captured(pack, "target_frame_ref")()
+    return None if frame is None else (frame, True)
+
+
+def failed_frame(error: BaseException) -> Any | None:
+    """The frame whose recompute did not fit its forward, of a ``CheckpointError``; ``None`` for other errors."""
+    trace = error.__traceback__
+    while trace is not None:
+        names = trace.tb_frame.f_locals
+        if isinstance(names.get("self"), _checkpoint._CheckpointFrame):
+            return names["self"]
+        if isinstance(names.get("target_frame"), _checkpoint._CheckpointFrame):
+            return names["target_frame"]
+        trace = trace.tb_next
+    return None
+
+
+@contextmanager
+def compared_by(compare: Callable[[Callable[[Tensor], Any], Tensor], Any]) -> Iterator[None]:
+    """While active, checkpoints compare what ``compare(usual, tensor)`` returns for each tensor they save.
+
+    ``usual`` is the function that the checkpoint would have called: it extracts shape, dtype and device, or nothing.
+    torch looks these up by the name of a ``determinism_check`` when a frame is made (torch/utils/checkpoint.py), and
+    has no way to hand over a function.
+    """
+    table = _checkpoint._allowed_determinism_checks_to_fns
+    usual = dict(table)
+    table.update({name: functools.partial(compare, function) for name, function in usual.items()})
+    try:
+        yield
+    finally:
+        table.update(usual)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """A context in which no dispatch mode sees an operation, so that looking at a tensor counts for none of them."""
+    return _disable_current_modes()
 
 
 def _frame_in(hook: Any) -> Any | None:
