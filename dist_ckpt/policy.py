@@ -306,7 +306,7 @@ def telling_options(policy: Mapping[str, Any]) -> dict[str, Any]:
     """Of a policy as :meth:`Policy.to_dict` wrote it, the options worth reading: the mode's own as far as they say
     something, and those that many modes have where they differ from their defaults."""
     common = {f.name: _plain(f.default) for f in dataclasses.fields(BlockPolicy)}
-    empty = (None, False, [], "")
+    empty: tuple[Any, ...] = (None, False, [], "")
     return {
         name: value
         for name, value in policy.items()

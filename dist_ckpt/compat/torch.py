@@ -8,7 +8,7 @@ frame of a non-reentrant checkpoint with its op-level cache. Both are reached th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +82,12 @@ def current_frame() -> Any:
     if frame is None:
         raise UnsupportedTorch(f"torch {torch.__version__}: no checkpoint frame on the saved-tensor hook stack")
     return frame
+
+
+def in_bare_backward() -> bool:
+    """Whether a backward is running, outside the recompute of any non-reentrant checkpoint."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def running_frame() -> tuple[Any, bool] | None:
@@ -161,6 +167,45 @@ def _captured(function: Any, name: str) -> Any:
         return None
 
 
+class Frame(_checkpoint._CheckpointFrame):
+    """The frame of a non-reentrant checkpoint whose forward may run in several parts.
+
+    torch opens and closes a frame in one call. Here its hooks can be entered again, so that blocks of one segment run
+    where their model calls them.
+
+    Args:
+        recompute: called with the kept inputs, in the order of :meth:`keep`. It must not refer to the frame, which
+            would keep the inputs alive until Python's cycle collector runs.
+        check: compare shape, dtype and device of what is recomputed.
+    """
+
+    def __init__(self, recompute: Callable[..., None], early_stop: bool, check: bool) -> None:
+        if not hasattr(_checkpoint._CheckpointFrame, "save_inputs"):
+            raise UnsupportedTorch(f"torch {torch.__version__}: checkpoint frames keep their inputs elsewhere")
+        forced = _checkpoint._enable_checkpoint_early_stop  # set_checkpoint_early_stop(), a context of torch's
+        metadata = _checkpoint._allowed_determinism_checks_to_fns["default" if check else "none"]
+        super().__init__(recompute, early_stop if forced is None else forced, None, metadata)
+        self.caches: list[Mapping[Any, Any]] = []
+        """Op-level caches of the parts."""
+
+    def keep(self, tensor: Tensor) -> int:
+        """Keeps an input as autograd would, checked for in-place edits, and returns its position."""
+        self.saved_args.append(_checkpoint._make_saved_tensor(tensor, is_output=False))
+        return len(self.saved_args) - 1
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Runs one part of the forward: what it saves for backward is dropped, to be recomputed."""
+        self.forward_completed = False
+        with _checkpoint._checkpoint_hook(self):
+            yield
+        self.forward_completed = True
+
+    @property
+    def was_recomputed(self) -> bool:
+        return any(self.is_recomputed.values())
+
+
 def frame_packed_count(frame: Any) -> int:
     """How many tensors the frame's forward has saved for backward so far."""
     return len(frame.weak_holders)
@@ -178,19 +223,25 @@ def frame_inputs(frame: Any) -> Iterator[Any]:
     for leaf in tree_leaves(frame.saved_args):
         if isinstance(leaf, (Tensor, torch._C._autograd.SavedTensor)):
             yield leaf
+    if isinstance(frame, Frame):
+        return
     kwargs = _captured(frame.recompute_fn, "kwargs") or {}
     yield from (leaf for leaf in tree_leaves(kwargs) if isinstance(leaf, Tensor))
 
 
 def frame_cache(frame: Any) -> Iterator[Tensor]:
     """The tensors in a frame's op-level cache, if it has one: torch's own, or one of :mod:`dist_ckpt.wrap.oplevel`."""
-    storage = getattr(_captured(frame.recompute_fn, "recompute_context"), "storage", None)
-    for entries in (storage or {}).values():
-        for entry in entries.values() if isinstance(entries, dict) else entries:
-            for leaf in tree_leaves(entry):
-                value = getattr(leaf, "val", None)
-                if isinstance(value, Tensor):
-                    yield value
+    if isinstance(frame, Frame):
+        caches = frame.caches
+    else:
+        caches = [getattr(_captured(frame.recompute_fn, "recompute_context"), "storage", None) or {}]
+    for cache in caches:
+        for entries in cache.values():
+            for entry in entries.values() if isinstance(entries, dict) else entries:
+                for leaf in tree_leaves(entry):
+                    value = getattr(leaf, "val", None)
+                    if isinstance(value, Tensor):
+                        yield value
 
 
 def kept_result(out: Any) -> Any:

@@ -17,7 +17,8 @@ from dist_ckpt.blocks import class_name
 from dist_ckpt.errors import PlanError, choices
 from dist_ckpt.names import named_modules, unwrap
 from dist_ckpt.plan import Plan, Region
-from dist_ckpt.wrap.module import is_recomputed, recompute_module, restore_module
+from dist_ckpt.wrap.module import is_recomputed, join_segment, recompute_module, restore_module
+from dist_ckpt.wrap.segment import Segment
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:
@@ -34,8 +35,6 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
     modules = dict(named_modules(model))
     chosen: dict[nn.Module, Region] = {}
     for region in plan.all_regions():
-        if len(region.modules) > 1:
-            raise PlanError(f"the region {' + '.join(region.modules)} has several modules, which is not supported yet")
         for name in region.modules:
             if name not in modules:
                 raise PlanError(
@@ -43,9 +42,14 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
                     f"{choices(name, _siblings(name, modules))}"
                 )
             _refuse_unfit(name, modules[name])
-            if modules[name] in chosen:
-                raise PlanError(f"the plan names {name!r} in two regions, or it is shared under two names of the plan")
-            chosen[modules[name]] = region
+        if len(region.modules) == 1:
+            module = modules[region.modules[0]]
+            if module in chosen:
+                raise PlanError(
+                    f"the plan names {region.modules[0]!r} in two regions, or it is shared under two names of the plan"
+                )
+            chosen[module] = region
+    segments = _segments(plan, modules)
     if plan.has_op_rules() and any(isinstance(m, FSDPModule) for m in model.modules()):
         raise PlanError(
             "op rules after FSDP2 sharding: its hooks inside a region would shift the op-level cache. "
@@ -56,6 +60,25 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=recompute_module, auto_wrap_policy=policy)  # type: ignore[arg-type]
     if model in chosen:  # the traversal never yields the root
         recompute_module(model, chosen[model])
+    for segment in segments:
+        for position, name in enumerate(segment.region.modules):
+            join_segment(modules[name], segment, position)
+
+
+def _segments(plan: Plan, modules: Mapping[str, nn.Module]) -> list[Segment]:
+    """The plan's regions of several modules, each with where its modules are registered."""
+    found: list[Segment] = []
+    taken: dict[nn.Module, str] = {}
+    for region in plan.all_regions():
+        if len(region.modules) == 1:
+            continue
+        for name in region.modules:
+            if (other := taken.get(modules[name])) is not None:
+                raise PlanError(f"{name!r} is in two segments of the plan, or is shared with {other!r}")
+            taken[modules[name]] = name
+        parents = [name.rpartition(".") for name in region.modules]
+        found.append(Segment(region, tuple((modules[parent], child) for parent, _, child in parents)))
+    return found
 
 
 def remove_plan(model: nn.Module) -> None:

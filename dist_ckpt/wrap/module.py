@@ -24,21 +24,31 @@ from dist_ckpt.guards.forward_state import ForwardState, buffers_of
 from dist_ckpt.names import InPlaceWrapper, own_class
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.oplevel import compiled_contexts, eager_contexts
+from dist_ckpt.wrap.segment import Segment, run_again
+from dist_ckpt.wrap.span import Forward, new_frame, run_part
 
 _REGION = "_dist_ckpt_region"
+_SEGMENT = "_dist_ckpt_segment"
+_AGAIN = "_dist_ckpt_runs_again"
 _COMPILED = "_dist_ckpt_compiled_contexts"
+_ADDED = frozenset({_REGION, _SEGMENT, _AGAIN, _COMPILED})
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 """Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
 
 
 class Recomputed(InPlaceWrapper):
-    """Mixed in before a module's own class by :func:`recompute_module`."""
+    """Mixed in before a module's own class by :func:`recompute_module` and :func:`join_segment`."""
 
     def extra_repr(self) -> str:
-        region: Region = self.__dict__[_REGION]
-        kept = ", ".join(map(str, region.save.ops))
-        mark = "recomputed" + (f": {kept}" if kept else "")
-        return ", ".join(filter(None, (super().extra_repr(), mark)))  # type: ignore[misc]
+        marks = [super().extra_repr()]  # type: ignore[misc]
+        if _SEGMENT in self.__dict__:
+            segment, position = self.__dict__[_SEGMENT]
+            marks.append(f"recomputed as {position + 1} of {len(segment.places)}")
+        if _REGION in self.__dict__:
+            region: Region = self.__dict__[_REGION]
+            kept = ", ".join(map(str, region.save.ops))
+            marks.append("recomputed" + (f": {kept}" if kept else ""))
+        return ", ".join(filter(None, marks))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class made below has no importable name: pickle and deepcopy make the plain module, then this one of it.
@@ -46,11 +56,26 @@ class Recomputed(InPlaceWrapper):
         plain = tuple(own_class(self) if a is type(self) else a for a in arguments)  # type: ignore[arg-type]
         if rest and isinstance(rest[0], dict):
             rest[0] = {key: value for key, value in rest[0].items() if key not in (_REGION, _COMPILED)}
-        return (rebuild, (make, plain, self.__dict__[_REGION]), *rest)
+        return (rebuild, (make, plain, self.__dict__.get(_REGION), _SEGMENT in self.__dict__), *rest)
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        _remember(self, self.__dict__[_REGION])  # type: ignore[arg-type]  # now that its modules are there
+        if _REGION in self.__dict__:
+            _remember(self, self.__dict__[_REGION])  # type: ignore[arg-type]  # now that its modules are there
+
+
+class SegmentBlock(Recomputed):
+    """A block of a segment of several."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _AGAIN in self.__dict__:  # through FSDP1's wrapper: hooks fire once, in the forward
+            return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def _must_recompute(module: nn.Module) -> bool:
+    """In eval or without gradients there is nothing to recompute for, and nothing is paid."""
+    return module.training and torch.is_grad_enabled()
 
 
 @functools.cache
@@ -58,38 +83,89 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)  # callers look at the signature to know what a block takes
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(cls.forward, self)
-        # In eval or without gradients there is nothing to recompute for, and nothing is paid.
-        if not (self.training and torch.is_grad_enabled()):
+        if not _must_recompute(self):
             return run(*args, **kwargs)
-        if not _CHECKPOINT_OPTIONS.isdisjoint(kwargs):
-            run, kwargs = functools.partial(run, **kwargs), {}
         region: Region = self.__dict__[_REGION]
         if torch.compiler.is_compiling():
-            if self.__dict__[_COMPILED] is None:
-                raise PlanError(
-                    f"a recomputed {cls.__name__} has buffers, and compiled code would not recompute with the values "
-                    "that its forward found: do not compile it, or leave it out of the plan"
-                )
-            return checkpoint(run, *args, use_reentrant=False, **self.__dict__[_COMPILED], **kwargs)
+            return _run_compiled(self, cls, run, args, kwargs)
         contexts = eager_contexts(region) if region.save.ops else (nullcontext(), None)
         state = ForwardState(self, contexts[1])
-        out = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (contexts[0], state), **kwargs)
+        frame = new_frame(region)
+        frame.caches.append(state.storage)
+        forward = Forward(run, run, contexts[0], (lambda: state,))
+        out = run_part(frame, region, forward, nullcontext(), args, kwargs)
         state.forward_ends()
         return out
 
+    return _stand_in(Recomputed, cls, forward)
+
+
+def _run_compiled(module: nn.Module, cls: type, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The forward as the compiler traces it, which knows torch's own checkpoint and nothing else."""
+    if module.__dict__[_COMPILED] is None:
+        raise PlanError(
+            f"a recomputed {cls.__name__} has buffers, and compiled code would not recompute with the values "
+            "that its forward found: do not compile it, or leave it out of the plan"
+        )
+    if not _CHECKPOINT_OPTIONS.isdisjoint(kwargs):
+        run, kwargs = functools.partial(run, **kwargs), {}
+    return checkpoint(run, *args, use_reentrant=False, **module.__dict__[_COMPILED], **kwargs)
+
+
+@functools.cache
+def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(cls.forward, self)
+        if _AGAIN in self.__dict__ or not _must_recompute(self):
+            return run(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise PlanError(
+                f"a {cls.__name__} is part of a segment, whose blocks share one frame that compiled code does not "
+                "see: do not compile it, or choose a mode that works block by block"
+            )
+        segment, position = cast(tuple[Segment, int], self.__dict__[_SEGMENT])
+        state = ForwardState(self)
+        again = functools.partial(_run_again, self, segment.places[position], run)
+        forward = Forward(run, again, contexts=(lambda: state,))
+        out = segment.run(position, forward, nullcontext(), args, kwargs)
+        state.forward_ends()
+        return out
+
+    return _stand_in(SegmentBlock, cls, forward)
+
+
+def _run_again(module: nn.Module, place: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    module.__dict__[_AGAIN] = True
+    try:
+        return run_again(place, module, run, args, kwargs)
+    finally:
+        del module.__dict__[_AGAIN]
+
+
+def _stand_in(kind: type, cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (Recomputed, cls), {**names, "forward": forward})
+    return type(cls.__name__, (kind, cls), {**names, "forward": forward})
 
 
-def rebuild(make: Callable[..., nn.Module], arguments: tuple[Any, ...], region: Region) -> nn.Module:
+def rebuild(
+    make: Callable[..., nn.Module], arguments: tuple[Any, ...], region: Region | None, in_segment: bool
+) -> nn.Module:
     """Makes a pickled or copied module that recomputes; pickles name this function."""
-    return recompute_module(make(*arguments), region)
+    module = make(*arguments)
+    if region is not None:
+        recompute_module(module, region)
+    if in_segment:  # which one is in its state
+        module.__class__ = _segment_class(type(module))  # type: ignore[arg-type]
+    return module
 
 
 def _remember(module: nn.Module, region: Region) -> None:
     module.__dict__[_REGION] = region
     # Made now, because a compiler that traces the forward cannot look up operators by name.
-    options = {"context_fn": compiled_contexts(region)} if region.save.ops else {}
+    options: dict[str, Any] = {"preserve_rng_state": region.preserve_rng_state}
+    if region.save.ops:
+        options["context_fn"] = compiled_contexts(region)
     is_filled = "_modules" in module.__dict__  # not yet, while a copy is being made
     has_buffers = is_filled and any(not isinstance(owner, _BatchNorm) for _, owner, _, _ in buffers_of(module))
     module.__dict__[_COMPILED] = None if has_buffers else options
@@ -104,28 +180,40 @@ def recompute_module(module: nn.Module, region: Region) -> nn.Module:
     Returns:
         The same object, so that it can serve as ``checkpoint_wrapper_fn`` of ``apply_activation_checkpointing``.
     """
-    assert not is_recomputed(module), "checked by apply_plan"
+    assert _REGION not in module.__dict__, "checked by apply_plan"
     _remember(module, region)
     module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]
     return module
 
 
+def join_segment(module: nn.Module, segment: Segment, position: int) -> None:
+    """Makes a module recompute as one block of a segment, in place; after a region of its own, if it has one."""
+    assert _SEGMENT not in module.__dict__, "checked by apply_plan"
+    module.__dict__[_SEGMENT] = (segment, position)
+    module.__class__ = _segment_class(type(module))  # type: ignore[arg-type]
+
+
 def restore_module(module: nn.Module) -> None:
-    """Undoes :func:`recompute_module`.
+    """Undoes :func:`recompute_module` and :func:`join_segment`.
 
     Raises:
         PlanError: the module was sharded since, by FSDP2, whose class stands before this one.
     """
-    stand_in, *bases = type(module).__bases__
-    if stand_in is not Recomputed:
-        raise PlanError(f"a {own_class(module).__name__} was sharded since: remove its plan before sharding")
-    module.__class__ = bases[0]
-    del module.__dict__[_REGION], module.__dict__[_COMPILED]
+    while is_recomputed(module):
+        stand_in, *bases = type(module).__bases__
+        if not issubclass(stand_in, Recomputed):
+            raise PlanError(f"a {own_class(module).__name__} was sharded since: remove its plan before sharding")
+        module.__class__ = bases[0]
+    for name in _ADDED:
+        module.__dict__.pop(name, None)
 
 
 def compiles(module: nn.Module) -> bool:
-    """Whether every module in it that recomputes may do so in compiled code: none has buffers of its own to replay."""
-    return all(m.__dict__[_COMPILED] is not None for m in module.modules() if is_recomputed(m))
+    """Whether every module in it that recomputes may do so in compiled code: none has buffers of its own to replay,
+    and none is part of a segment."""
+    return not any(
+        _SEGMENT in m.__dict__ or (_REGION in m.__dict__ and m.__dict__[_COMPILED] is None) for m in module.modules()
+    )
 
 
 def is_recomputed(module: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from dist_ckpt.engines import ENGINES, TrainingOptions
 from dist_ckpt.errors import EngineError, PlanError
 from dist_ckpt.guards.forward_state import COPY_LIMIT_BYTES
 from dist_ckpt.plan import Plan, Region
-from dist_ckpt.planning import make_plan
-from dist_ckpt.wrap.apply import apply, apply_plan
+from dist_ckpt.planning import apply, make_plan
+from dist_ckpt.wrap.apply import apply_plan
 
 
 class ConvBlock(nn.Module):

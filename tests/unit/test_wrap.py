@@ -232,8 +232,6 @@ def test_what_cannot_be_recomputed_is_an_error() -> None:
         apply(stack(), {"mode": "full", "blocks": "blocks"})
     with pytest.raises(PlanError, match=r"names 'blocks.7'.*did you mean 'blocks"):
         apply_plan(stack(), Plan(regions=(Region(("blocks.7",)),)))
-    with pytest.raises(PlanError, match="several modules"):
-        apply_plan(stack(), Plan(regions=(Region(("blocks.0", "blocks.1")),)))
     with pytest.raises(PlanError, match="two regions"):
         apply_plan(stack(), Plan(regions=(Region(("blocks.0",)), Region(("blocks.0",)))))
 
