@@ -90,22 +90,23 @@ def in_bare_backward() -> bool:
     return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def running_frame() -> tuple[Any, bool] | None:
-    """The innermost non-reentrant checkpoint that runs its forward or its recompute, and whether it is the latter.
+def running_frame() -> tuple[Any, Any] | None:
+    """The innermost non-reentrant checkpoint that runs its forward or its recompute, and the backward of the latter.
 
-    ``None`` outside of checkpoints, and under other saved-tensor hooks.
+    That is an id which tells the recomputes of two backwards apart, and ``None`` in a forward. The whole is ``None``
+    outside of checkpoints, and under other saved-tensor hooks.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if not hooks:
         return None
     frame = _frame_in(hooks[1])
     if frame is not None:
-        return frame, False
+        return frame, None
     pack = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])  # torch 2.13 hides it from the compiler
     if not getattr(pack, "__qualname__", "").startswith("_recomputation_hook.__init__"):
         return None
     frame = _captured(pack, "target_frame_ref")()
-    return None if frame is None else (frame, True)
+    return None if frame is None else (frame, _captured(pack, "gid"))
 
 
 def failed_frame(error: BaseException) -> Any | None:
