@@ -109,6 +109,11 @@ def running_frame() -> tuple[Any, Any] | None:
     return None if frame is None else (frame, _captured(pack, "gid"))
 
 
+def runs_forward(frame: Any) -> bool:
+    """Whether a frame's forward has not ended yet."""
+    return not frame.forward_completed
+
+
 def failed_frame(error: BaseException) -> Any | None:
     """The frame whose recompute did not fit its forward, of a ``CheckpointError``; ``None`` for other errors."""
     trace = error.__traceback__
