@@ -159,7 +159,7 @@ def fake_training(model: nn.Module, plan: Plan, batch: ModelInput) -> Iterator[t
     # Dropout draws nothing on fake tensors, but restoring the states that checkpoints stash would move the real RNG.
     with torch.random.fork_rng(devices=[]), mode:
         try:
-            yield fake, tree_map(lambda leaf: _fake(leaf, mode, device), batch)
+            yield fake, _fake_batch(batch, mode, device)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise PlanError(
                 f"the cost cannot be computed without running the model: its forward depends on values ({error})"
@@ -178,6 +178,23 @@ def _fake(leaf: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     with mode:
         fake = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=device)
     return fake.requires_grad_(leaf.requires_grad)
+
+
+def _fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    """The batch on fake tensors that share storages as the real ones do: labels are often a view of the inputs."""
+    bases: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def fake(leaf: Any) -> Any:
+        if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.requires_grad:
+            return _fake(leaf, mode, device)
+        storage = leaf.untyped_storage()
+        key = (storage._cdata, leaf.dtype)
+        if key not in bases:
+            with mode:
+                bases[key] = torch.empty(storage.nbytes() // leaf.element_size(), dtype=leaf.dtype, device=device)
+        return bases[key].as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+
+    return tree_map(fake, batch)
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:

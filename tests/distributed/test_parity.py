@@ -12,7 +12,17 @@ from dist_ckpt.trainer.models.config import Attention, Loss
 from tests.distributed.training import Job, Outcome, train_all
 from tests.ranks import RankGroups
 
-POLICIES = ["full", {"mode": "every_k", "k": 2}, "selective", "selective_attention"]
+POLICIES: list[Any] = [
+    "full",
+    {"mode": "every_k", "k": 2},
+    {"mode": "first_n", "n": 1},
+    "selective",
+    "selective_attention",
+    {"mode": "segments", "k": 2},
+    {"mode": "segments", "k": 2, "skip_last": True},
+    {"mode": "nested", "k": 2},
+    {"mode": "nested", "k": 3, "inner": ["block", "attention", "mlp"]},
+]
 
 
 def assert_same(with_policy: Outcome, without: Outcome) -> None:
