@@ -13,6 +13,7 @@ from torch import nn
 from dist_ckpt.blocks import find_blocks
 from dist_ckpt.cost import LossFn, ModelInput
 from dist_ckpt.errors import PlanError
+from dist_ckpt.guards.caches import caching_modules
 from dist_ckpt.names import named_modules
 from dist_ckpt.plan import Plan, Region, fold_names
 from dist_ckpt.planning.every_k import plan_every_k
@@ -157,5 +158,6 @@ def _repairs(model: nn.Module, covered: tuple[str, ...]) -> tuple[str, ...]:
     buffers, hooks = (fold_names(tuple(name for name in order if name in some)) for some in (owners, hooked))
     return (
         *(f"buffers of {name} are as its forward found them, and updated once" for name in buffers),
+        *(f"use_cache of {name or 'the model'} is off in training" for name, _ in caching_modules(model)),
         *(f"forward hooks of {name} lie inside a region, and fire in its recompute too" for name in hooks),
     )

@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from dist_ckpt.blocks import class_name
 from dist_ckpt.errors import PlanError, choices
+from dist_ckpt.guards.caches import leave_caches_alone, switch_off_caches
 from dist_ckpt.names import named_modules, unwrap
 from dist_ckpt.plan import Plan, Region
 from dist_ckpt.wrap.module import is_recomputed, join_segment, recompute_module, restore_module
@@ -63,6 +64,8 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
     for segment in segments:
         for position, name in enumerate(segment.region.modules):
             join_segment(modules[name], segment, position)
+    if plan.regions:
+        switch_off_caches(model)
 
 
 def _segments(plan: Plan, modules: Mapping[str, nn.Module]) -> list[Segment]:
@@ -90,6 +93,7 @@ def remove_plan(model: nn.Module) -> None:
     for module in model.modules():
         if is_recomputed(module):
             restore_module(module)
+    leave_caches_alone(model)
 
 
 def _refuse_second_application(model: nn.Module) -> None:
@@ -107,7 +111,8 @@ def _refuse_second_application(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             raise PlanError(
                 f"{name or class_name(module)!r} has its own gradient_checkpointing switched on: switch it off "
-                "(model.gradient_checkpointing_disable()) or apply no plan"
+                "(model.gradient_checkpointing_disable(), in newer versions model.activation_checkpointing_disable()) "
+                "or apply no plan"
             )
 
 

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt.errors import PlanError
+from dist_ckpt.guards.foreign import refuse_other_checkpointing
 from dist_ckpt.guards.forward_state import ForwardState, buffers_of
 from dist_ckpt.names import InPlaceWrapper, own_class
 from dist_ckpt.plan import Region
@@ -31,6 +32,7 @@ _REGION = "_dist_ckpt_region"
 _SEGMENT = "_dist_ckpt_segment"
 _AGAIN = "_dist_ckpt_runs_again"
 _COMPILED = "_dist_ckpt_compiled_contexts"
+_COMPILED_FORWARD = "_dist_ckpt_compiled_forward"
 _ADDED = frozenset({_REGION, _SEGMENT, _AGAIN, _COMPILED})
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 """Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
@@ -72,6 +74,11 @@ class SegmentBlock(Recomputed):
             return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the block's own forward; the frame that it shares with its neighbours stays outside."""
+        own = type(self).__mro__[type(self).__mro__.index(SegmentBlock) + 1].forward
+        self.__dict__[_COMPILED_FORWARD] = torch.compile(functools.partial(own, self), *args, **kwargs)
+
 
 def _must_recompute(module: nn.Module) -> bool:
     """In eval or without gradients there is nothing to recompute for, and nothing is paid."""
@@ -88,6 +95,7 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
         region: Region = self.__dict__[_REGION]
         if torch.compiler.is_compiling():
             return _run_compiled(self, cls, run, args, kwargs)
+        refuse_other_checkpointing(self)
         contexts = eager_contexts(region) if region.save.ops else (nullcontext(), None)
         state = ForwardState(self, contexts[1])
         frame = new_frame(region)
@@ -116,7 +124,7 @@ def _run_compiled(module: nn.Module, cls: type, run: Callable[..., Any], args: A
 def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(cls.forward, self)
+        run = self.__dict__.get(_COMPILED_FORWARD) or functools.partial(cls.forward, self)
         if _AGAIN in self.__dict__ or not _must_recompute(self):
             return run(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -124,6 +132,7 @@ def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
                 f"a {cls.__name__} is part of a segment, whose blocks share one frame that compiled code does not "
                 "see: do not compile it, or choose a mode that works block by block"
             )
+        refuse_other_checkpointing(self)
         segment, position = cast(tuple[Segment, int], self.__dict__[_SEGMENT])
         state = ForwardState(self)
         again = functools.partial(_run_again, self, segment.places[position], run)

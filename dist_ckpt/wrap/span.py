@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from dist_ckpt.compat.torch import Frame
 from dist_ckpt.guards.ambient import Ambient
+from dist_ckpt.guards.arguments import Arguments
 from dist_ckpt.plan import Region
 
 
@@ -162,8 +163,10 @@ def run_part(
         arguments = [_keep(frame, replay, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     part = Part(forward.again, spec, arguments, (ambient.again, *forward.contexts))
     replay.parts.append(part)
+    given = Arguments(args, kwargs)
     with frame.part(), forward.during:
         out = forward.run(*args, **kwargs)
+    given.refuse_changes(forward.run)
     part.outputs = [Handle(leaf) for leaf in tree_leaves(out)]
     return out
 
