@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-_WRAPPER_LEVELS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-"""Attribute levels that activation wrappers, FSDP1 and torch.compile put into a name."""
+_WRAPPER_LEVELS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "_forward_module")
+"""Attribute levels that activation wrappers, FSDP1, torch.compile and Lightning's Fabric put into a name."""
+_REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+"""Their ``module`` is the one level that a user's own model may have as well."""
 
 
 def unwrapped_name(name: str) -> str:
@@ -23,8 +25,7 @@ def unwrapped_name(name: str) -> str:
 def unwrap(module: nn.Module) -> nn.Module:
     """The module that its author wrote, out of all wrappers around it."""
     while True:
-        # DistributedDataParallel's ``module`` is the one level that a user's model may have as well.
-        levels = ("module",) if isinstance(module, nn.parallel.DistributedDataParallel) else _WRAPPER_LEVELS
+        levels = ("module",) if isinstance(module, _REPLICATED) else _WRAPPER_LEVELS
         inner = next((module._modules[level] for level in levels if level in module._modules), None)
         if inner is None:
             return module
@@ -49,18 +50,38 @@ def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``model.named_modules()`` as the plain model has it: no wrappers, neither as levels of a name nor as modules."""
-    for name, module in unwrap(model).named_modules():
-        if unwrap(module) is module:
-            yield unwrapped_name(name), module
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module not in seen:
+            seen.add(module)
+            yield name, module
+            for child, inside in module._modules.items():
+                if inside is not None:
+                    yield from visit(_join(name, child), unwrap(inside))
+
+    return visit("", unwrap(model))
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """``model.named_parameters()`` under the names that the plain model has."""
-    for name, parameter in unwrap(model).named_parameters():
-        yield unwrapped_name(name), parameter
+    seen: set[nn.Parameter] = set()
+    for prefix, module in named_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                yield _join(prefix, name), parameter
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """``model.named_buffers()`` under the names that the plain model has."""
-    for name, buffer in unwrap(model).named_buffers():
-        yield unwrapped_name(name), buffer
+    seen: set[Tensor] = set()
+    for prefix, module in named_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in seen:
+                seen.add(buffer)
+                yield _join(prefix, name), buffer
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
