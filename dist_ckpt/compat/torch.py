@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -24,6 +25,22 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 class UnsupportedTorch(RuntimeError):
     """This torch version lacks a private attribute that the package reads."""
+
+
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """A reference that keeps no memory alive; while it lives, no other storage gets this one's address."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def running_backward() -> int | None:
+    """A number that only the backward that is running on this thread has, if one is."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Has the running backward call back when all its gradients are there; not if it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -235,8 +252,11 @@ def frame_inputs(frame: Any) -> Iterator[Any]:
     yield from (leaf for leaf in tree_leaves(kwargs) if isinstance(leaf, Tensor))
 
 
-def frame_cache(frame: Any) -> Iterator[Tensor]:
-    """The tensors in a frame's op-level cache, if it has one: torch's own, or one of :mod:`dist_ckpt.wrap.oplevel`."""
+def frame_cache(frame: Any) -> Iterator[Any]:
+    """What a frame's op-level cache holds, if it has one: torch's own, or one of :mod:`dist_ckpt.wrap.oplevel`.
+
+    Tensors, and whatever else stands for one.
+    """
     if isinstance(frame, Frame):
         caches = frame.caches
     else:
@@ -244,10 +264,7 @@ def frame_cache(frame: Any) -> Iterator[Tensor]:
     for cache in caches:
         for entries in cache.values():
             for entry in entries.values() if isinstance(entries, dict) else entries:
-                for leaf in tree_leaves(entry):
-                    value = getattr(leaf, "val", None)
-                    if isinstance(value, Tensor):
-                        yield value
+                yield from (getattr(leaf, "val", leaf) for leaf in tree_leaves(entry))
 
 
 def kept_result(out: Any) -> Any:

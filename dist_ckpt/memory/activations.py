@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dist_ckpt.compat import torch as torch_private
+from dist_ckpt.memory.packed import Packed
 from dist_ckpt.memory.storages import Storages
 
 
@@ -28,6 +29,9 @@ class SavedBytes:
     """Of the total: inputs of recomputed regions, where nothing else keeps them."""
     cached: int
     """Of the total: results in op-level caches, where nothing else keeps them."""
+    offloaded: int = 0
+    """Of the total, inputs and results among it: what waits in host memory. On the CPU, where that is the same memory,
+    what was copied to wait; on an accelerator everything that lies on the host."""
     weight_copies: int = 0
     """Not of the total: low-precision copies of parameters that autocast made and backward keeps."""
     opaque: tuple[str, ...] = ()
@@ -46,20 +50,28 @@ def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iter
         resident: tensors that are alive anyway and accounted elsewhere.
         until: tensors at which to stop, so that only what lies between them and the roots is counted.
     """
-    walk = _Walk(Storages(resident))
+    roots = list(roots)
+    walk = _Walk(Storages(resident), any(root.device.type != "cpu" for root in roots))
     walk.visit([root.grad_fn for root in roots], {tensor.grad_fn for tensor in until})
-    opaque = tuple(sorted(walk.opaque))
-    return SavedBytes(walk.kept.nbytes, walk.inputs, walk.cached, walk.weight_copies.nbytes, opaque)
+    return SavedBytes(
+        walk.kept.nbytes,
+        walk.inputs,
+        walk.cached,
+        walk.offloaded,
+        walk.weight_copies.nbytes,
+        tuple(sorted(walk.opaque)),
+    )
 
 
 class _Walk:
     """One pass over a graph; frames of checkpoints are visited once however many of their tensors are met."""
 
-    def __init__(self, resident: Storages) -> None:
+    def __init__(self, resident: Storages, on_accelerator: bool) -> None:
         self.resident = resident
+        self.on_accelerator = on_accelerator
         self.kept = Storages()
         self.weight_copies = Storages()
-        self.inputs = self.cached = 0
+        self.inputs = self.cached = self.offloaded = 0
         self.opaque: set[str] = set()
         self._kinds: dict[type, torch_private.NodeKind] = {}
         self._frames: dict[int, Any] = {}
@@ -86,20 +98,27 @@ class _Walk:
             for item in torch_private.frame_inputs(frame):
                 self.inputs += self._keep(item, frames)
         for frame in frames:
-            self.cached += sum(self.kept.add(t, unless_in=self.resident) for t in torch_private.frame_cache(frame))
+            self.cached += sum(self._add(item) for item in torch_private.frame_cache(frame))
+
+    def _add(self, item: Any) -> int:
+        """Counts a tensor, or what stands for one; anything else is nothing."""
+        tensor = item.held if isinstance(item, Packed) else item
+        if not isinstance(tensor, Tensor):
+            return 0
+        if item.is_weight_copy if isinstance(item, Packed) else is_weight_copy(tensor):
+            self.weight_copies.add(tensor, unless_in=self.resident)
+            return 0
+        added = self.kept.add(tensor, unless_in=self.resident)
+        if (isinstance(item, Packed) and item.in_host_memory) or (self.on_accelerator and tensor.device.type == "cpu"):
+            self.offloaded += added
+        return added
 
     def _keep(self, item: Any, frames: list[Any]) -> int:
         """Counts one saved tensor or handle; a handle of a checkpoint leads to its frame instead."""
         if isinstance(item, Tensor):
-            return self.kept.add(item, unless_in=self.resident)
-        if item.unpack_hook is None:
-            tensor = item.data
-            if not isinstance(tensor, Tensor):
-                return 0
-            if _is_weight_copy(tensor):
-                self.weight_copies.add(tensor, unless_in=self.resident)
-                return 0
-            return self.kept.add(tensor, unless_in=self.resident)
+            return self._add(item)
+        if item.unpack_hook is None or isinstance(item.data, Packed):
+            return self._add(item.data)
         frame = torch_private.frame_of(item)
         if frame is not None:
             if id(frame) not in self._frames:
@@ -110,7 +129,7 @@ class _Walk:
         tensors = [leaf for leaf in tree_leaves(item.data) if isinstance(leaf, Tensor)]
         if not tensors:
             self.opaque.add(f"tensors packed by {getattr(item.unpack_hook, '__qualname__', 'unknown')} hooks")
-        return sum(self.kept.add(tensor, unless_in=self.resident) for tensor in tensors)
+        return sum(self._add(tensor) for tensor in tensors)
 
 
 _AUTOCAST_DTYPES = frozenset({torch.bfloat16, torch.float16})
@@ -118,7 +137,7 @@ _CAST = "ToCopyBackward0"
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "ViewBackward0", "PermuteBackward0", "ReshapeAliasBackward0"})
 
 
-def _is_weight_copy(tensor: Tensor) -> bool:
+def is_weight_copy(tensor: Tensor) -> bool:
     """Whether a tensor is a cast copy of a parameter, as autocast makes, or a view of such a copy."""
     if tensor.dtype not in _AUTOCAST_DTYPES:
         return False

@@ -1,0 +1,167 @@
+"""Copies between a device and host memory: the only part of offloading that knows devices.
+
+Two ways, with one interface: copies that are done when the call returns, for the CPU and for fake tensors, and copies
+on streams of their own for CUDA. All tensors here are flat: one dimension, dense.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A copy in host memory."""
+
+    host: Tensor
+    device: torch.device
+    """Where it belongs."""
+    stream: Any = None
+    """The stream that made the original, on which backward will ask for it."""
+    written: Any = None
+    """The event after which the copy is complete; ``None``: it is."""
+
+
+@dataclass
+class Fetched:
+    """A copy that comes back to its device."""
+
+    tensor: Tensor
+    version: int
+    stream: Any = None
+    """The stream in whose order the memory is reused."""
+    arrives: Any = None
+    """The event after which the tensor can be read on that stream; ``None``: now."""
+
+
+class Transfer(Protocol):
+    """Moves flat tensors between one device and host memory."""
+
+    looks_ahead: bool
+    """Whether a fetch that is started early saves anything."""
+
+    def out(self, source: Tensor) -> Waiting:
+        """Starts a copy to host memory; the source's memory is free for others as soon as the caller lets go of it
+        and the copy is done."""
+
+    def back(self, waiting: Waiting) -> Fetched:
+        """Starts a copy back to the device."""
+
+    def arrived(self, fetched: Fetched) -> Tensor:
+        """The tensor, for use on the current stream, which waits for it; the host does not."""
+
+    def drop(self, fetched: Fetched) -> None:
+        """Called before a fetched tensor is let go of, read or not."""
+
+    def settle(self) -> None:
+        """Lets go of everything that is still on its way to host memory."""
+
+
+class Synchronous:
+    """Every copy is done when its call returns."""
+
+    looks_ahead = False
+
+    def out(self, source: Tensor) -> Waiting:
+        host = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+        return Waiting(host.copy_(source), source.device)
+
+    def back(self, waiting: Waiting) -> Fetched:
+        tensor = torch.empty(waiting.host.shape, dtype=waiting.host.dtype, device=waiting.device)
+        tensor.copy_(waiting.host)
+        return Fetched(tensor, tensor._version)
+
+    def arrived(self, fetched: Fetched) -> Tensor:
+        return fetched.tensor
+
+    def drop(self, fetched: Fetched) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+
+class Streams:
+    """Copies on two streams of their own, through pinned memory that torch's host allocator reuses.
+
+    No tensor is marked with ``record_stream``: the allocator frees such memory when the *host* next looks at its
+    events, so a host that runs ahead of the device would find none free and take more. Instead each side waits for the
+    other's events, and memory is reused in stream order, however far ahead the host is.
+
+    Args:
+        device: an accelerator whose module in torch has streams: CUDA, XPU.
+        limit_bytes: what may be on its way to host memory at a time. Beyond that the forward waits for the oldest copy,
+            on the device: memory that nothing bounds would be taken by kernels launched ahead.
+    """
+
+    looks_ahead = True
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self._limit = limit_bytes
+        self._outward, self._inward = self._module.Stream(device), self._module.Stream(device)
+        self._leaving: deque[tuple[Tensor, Any, Any]] = deque()
+        """Sources that are still read: (source, the event after which it is not, the stream it belongs to)."""
+        self._leaving_bytes = 0
+
+    def out(self, source: Tensor) -> Waiting:
+        stream = self._module.current_stream(self._device)
+        self._release(self._limit - source.nbytes)
+        host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+        self._outward.wait_stream(stream)
+        with self._module.stream(self._outward):
+            host.copy_(source, non_blocking=True)
+            written = self._outward.record_event()
+        self._leaving.append((source, written, stream))
+        self._leaving_bytes += source.nbytes
+        return Waiting(host, self._device, stream, written)
+
+    def back(self, waiting: Waiting) -> Fetched:
+        self.settle()
+        with self._module.stream(waiting.stream):
+            tensor = torch.empty(waiting.host.shape, dtype=waiting.host.dtype, device=self._device)
+        # The memory comes from that stream's pool: what it has launched so far may still use it.
+        self._inward.wait_stream(waiting.stream)
+        self._inward.wait_event(waiting.written)
+        with self._module.stream(self._inward):
+            tensor.copy_(waiting.host, non_blocking=True)
+            arrives = self._inward.record_event()
+        return Fetched(tensor, tensor._version, waiting.stream, arrives)
+
+    def arrived(self, fetched: Fetched) -> Tensor:
+        stream = self._module.current_stream(self._device)
+        stream.wait_event(fetched.arrives)
+        if stream != fetched.stream:  # backward on another stream than forward: the allocator has to know
+            fetched.tensor.record_stream(stream)
+        return fetched.tensor
+
+    def drop(self, fetched: Fetched) -> None:
+        fetched.stream.wait_event(fetched.arrives)
+
+    def settle(self) -> None:
+        self._release(0)
+
+    def _release(self, limit_bytes: int) -> None:
+        """Lets go of sources: of those that are read already, and of the oldest until no more than the limit stay."""
+        while self._leaving:
+            source, written, stream = self._leaving[0]
+            if not written.query():
+                if self._leaving_bytes <= limit_bytes:
+                    return
+                stream.wait_event(written)
+            self._leaving.popleft()
+            self._leaving_bytes -= source.nbytes
+
+
+def transfer_for(tensor: Tensor, limit_bytes: int) -> Transfer:
+    """The way to move tensors of this one's device."""
+    if isinstance(tensor, FakeTensor) or tensor.device.type not in ("cuda", "xpu"):
+        return Synchronous()
+    return Streams(tensor.device, limit_bytes)
