@@ -33,6 +33,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
             compiled before, or has no module of a name in the plan.
     """
     _refuse_second_application(model)
+    _refuse_what_outlives_an_outer_region(plan)
     modules = dict(named_modules(model))
     chosen: dict[nn.Module, Region] = {}
     for region in plan.all_regions():
@@ -114,6 +115,20 @@ def _refuse_second_application(model: nn.Module) -> None:
                 "(model.gradient_checkpointing_disable(), in newer versions model.activation_checkpointing_disable()) "
                 "or apply no plan"
             )
+
+
+def _refuse_what_outlives_an_outer_region(plan: Plan) -> None:
+    if plan.policy.get("insist"):
+        return
+    for outer in plan.regions:
+        for region in outer.walk():
+            if region is not outer and (region.save.ops or region.save.inputs == "offload"):
+                here, around = (" + ".join(one.modules) for one in (region, outer))
+                raise PlanError(
+                    f"{here} keeps results inside the region of {around}: they "
+                    "stay alive from the first forward to the backward, so that region frees far less than it seems. "
+                    'Leave them out, or insist: "insist": true in the plan\'s policy'
+                )
 
 
 def _refuse_unfit(name: str, module: nn.Module) -> None:

@@ -33,7 +33,7 @@ _SEGMENT = "_dist_ckpt_segment"
 _AGAIN = "_dist_ckpt_runs_again"
 _COMPILED = "_dist_ckpt_compiled_contexts"
 _COMPILED_FORWARD = "_dist_ckpt_compiled_forward"
-_ADDED = frozenset({_REGION, _SEGMENT, _AGAIN, _COMPILED})
+_ADDED = frozenset({_REGION, _SEGMENT, _AGAIN, _COMPILED, _COMPILED_FORWARD})
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 """Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
 
@@ -57,7 +57,7 @@ class Recomputed(InPlaceWrapper):
         make, arguments, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         plain = tuple(own_class(self) if a is type(self) else a for a in arguments)  # type: ignore[arg-type]
         if rest and isinstance(rest[0], dict):
-            rest[0] = {key: value for key, value in rest[0].items() if key not in (_REGION, _COMPILED)}
+            rest[0] = {key: value for key, value in rest[0].items() if key not in _ADDED - {_SEGMENT}}
         return (rebuild, (make, plain, self.__dict__.get(_REGION), _SEGMENT in self.__dict__), *rest)
 
     def __setstate__(self, state: Any) -> None:
@@ -73,11 +73,6 @@ class SegmentBlock(Recomputed):
         if _AGAIN in self.__dict__:  # through FSDP1's wrapper: hooks fire once, in the forward
             return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the block's own forward; the frame that it shares with its neighbours stays outside."""
-        own = type(self).__mro__[type(self).__mro__.index(SegmentBlock) + 1].forward
-        self.__dict__[_COMPILED_FORWARD] = torch.compile(functools.partial(own, self), *args, **kwargs)
 
 
 def _must_recompute(module: nn.Module) -> bool:
@@ -141,7 +136,11 @@ def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
         state.forward_ends()
         return out
 
-    return _stand_in(SegmentBlock, cls, forward)
+    def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # The block's own forward; the frame that it shares with its neighbours is no business of the compiler.
+        self.__dict__[_COMPILED_FORWARD] = torch.compile(functools.partial(cls.forward, self), *args, **kwargs)
+
+    return _stand_in(SegmentBlock, cls, forward, compile=compile)
 
 
 def _run_again(module: nn.Module, place: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -152,9 +151,9 @@ def _run_again(module: nn.Module, place: Any, run: Callable[..., Any], *args: An
         del module.__dict__[_AGAIN]
 
 
-def _stand_in(kind: type, cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def _stand_in(kind: type, cls: type[nn.Module], forward: Callable[..., Any], **others: Any) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (kind, cls), {**names, "forward": forward})
+    return type(cls.__name__, (kind, cls), {**names, "forward": forward, **others})
 
 
 def rebuild(
@@ -218,11 +217,8 @@ def restore_module(module: nn.Module) -> None:
 
 
 def compiles(module: nn.Module) -> bool:
-    """Whether every module in it that recomputes may do so in compiled code: none has buffers of its own to replay,
-    and none is part of a segment."""
-    return not any(
-        _SEGMENT in m.__dict__ or (_REGION in m.__dict__ and m.__dict__[_COMPILED] is None) for m in module.modules()
-    )
+    """Whether every module in it that recomputes may do so in compiled code: none has buffers of its own to replay."""
+    return not any(_REGION in m.__dict__ and m.__dict__[_COMPILED] is None for m in module.modules())
 
 
 def is_recomputed(module: nn.Module) -> bool:

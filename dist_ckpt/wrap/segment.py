@@ -8,6 +8,7 @@ that finds no frame to join starts one.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -38,6 +39,7 @@ class Segment:
         self.places = places
         # Weakly: a frame lives as long as the graph that it belongs to, and no longer.
         self._open: list[tuple[weakref.ReferenceType[Frame], int]] = []
+        self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": []}
@@ -66,7 +68,20 @@ class Segment:
                     chosen = frame
                     break
         self._open = [(ref, last) for ref, frame, last in alive if frame is not chosen and not frame.was_recomputed]
+        if chosen is None and any(last == position - 1 for _, _, last in alive):
+            self._warn(position)
         return chosen if chosen is not None else new_frame(self.region)
+
+    def _warn(self, position: int) -> None:
+        """Says once that the segment is not what was planned."""
+        if not self._warned:
+            self._warned = True
+            before, block = self.region.modules[position - 1 : position + 1]
+            warnings.warn(
+                f"{block} is not given what {before} returned, as the model changes it in between: they cannot be "
+                f"recomputed as one, and {block} keeps its own inputs. Gradients are right; mode 'full' says the same",
+                stacklevel=2,
+            )
 
 
 def _continues(frame: Frame, given: list[Tensor]) -> bool:
