@@ -81,6 +81,11 @@ class SaveRule:
         """Whether nothing is recomputed: all that backward needs waits in host memory."""
         return any(rule.op == EVERYTHING for rule in self.ops)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything waits in host memory."""
+        return self.inputs == "offload" or any(rule.action == "offload" for rule in self.ops)
+
     def __str__(self) -> str:
         inputs = "offload inputs" if self.inputs == "offload" else "keep inputs only" if not self.ops else ""
         return ", ".join(filter(None, (inputs, *map(str, self.ops))))

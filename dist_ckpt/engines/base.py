@@ -30,7 +30,7 @@ from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
 from dist_ckpt.states.training_state import load_training_state, save_training_state
 from dist_ckpt.wrap.apply import apply_plan
-from dist_ckpt.wrap.module import compiles
+from dist_ckpt.wrap.module import why_uncompiled
 
 
 class NonFiniteError(RuntimeError):
@@ -179,10 +179,8 @@ class DataParallelEngine(ABC):
             if not blocks:
                 raise EngineError("train.compile: compiles block by block, and this model has no list of blocks")
             for name in blocks:
-                if not compiles(modules[name]):
-                    raise EngineError(
-                        f"train.compile: {name} recomputes with buffers of its own, which is only right uncompiled"
-                    )
+                if problem := why_uncompiled(modules[name]):
+                    raise EngineError(f"train.compile: {name}: {problem}")
                 modules[name].compile()
         self._trained_numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.model = self.shard(model, blocks)

@@ -19,6 +19,7 @@ from dist_ckpt.guards.caches import leave_caches_alone, switch_off_caches
 from dist_ckpt.names import named_modules, unwrap
 from dist_ckpt.plan import Plan, Region
 from dist_ckpt.wrap.module import is_recomputed, join_segment, recompute_module, restore_module
+from dist_ckpt.wrap.offload import Offloader
 from dist_ckpt.wrap.segment import Segment
 
 
@@ -58,13 +59,15 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
             "Apply the plan before fully_shard"
         )
     # torch's own traversal finds the modules; what would be its wrapper changes each module in place instead.
-    policy = CustomPolicy(lambda module: {"region": chosen[module]} if module in chosen else False)
+    offloader = Offloader() if any(region.save.offloads for region in plan.all_regions()) else None
+    options = {module: {"region": region, "offloader": offloader} for module, region in chosen.items()}
+    policy = CustomPolicy(lambda module: options.get(module, False))
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=recompute_module, auto_wrap_policy=policy)  # type: ignore[arg-type]
     if model in chosen:  # the traversal never yields the root
-        recompute_module(model, chosen[model])
+        recompute_module(model, chosen[model], offloader)
     for segment in segments:
         for position, name in enumerate(segment.region.modules):
-            join_segment(modules[name], segment, position)
+            join_segment(modules[name], segment, position, offloader)
     if plan.regions:
         switch_off_caches(model)
 
@@ -122,7 +125,7 @@ def _refuse_what_outlives_an_outer_region(plan: Plan) -> None:
         return
     for outer in plan.regions:
         for region in outer.walk():
-            if region is not outer and (region.save.ops or region.save.inputs == "offload"):
+            if region is not outer and (region.save.ops or region.save.offloads):
                 here, around = (" + ".join(one.modules) for one in (region, outer))
                 raise PlanError(
                     f"{here} keeps results inside the region of {around}: they "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from dist_ckpt.guards.foreign import refuse_other_checkpointing
 from dist_ckpt.guards.forward_state import ForwardState, buffers_of
 from dist_ckpt.names import InPlaceWrapper, own_class
 from dist_ckpt.plan import Region
+from dist_ckpt.wrap.offload import Offloader
 from dist_ckpt.wrap.oplevel import compiled_contexts, eager_contexts
 from dist_ckpt.wrap.segment import Segment, run_again
 from dist_ckpt.wrap.span import Forward, new_frame, run_part
@@ -33,7 +34,10 @@ _SEGMENT = "_dist_ckpt_segment"
 _AGAIN = "_dist_ckpt_runs_again"
 _COMPILED = "_dist_ckpt_compiled_contexts"
 _COMPILED_FORWARD = "_dist_ckpt_compiled_forward"
-_ADDED = frozenset({_REGION, _SEGMENT, _AGAIN, _COMPILED, _COMPILED_FORWARD})
+_UNCOMPILED = "_dist_ckpt_why_uncompiled"
+_OFFLOADER = "_dist_ckpt_offloader"
+_COPIED = frozenset({_SEGMENT, _OFFLOADER})
+_ADDED = _COPIED | {_REGION, _AGAIN, _COMPILED, _COMPILED_FORWARD, _UNCOMPILED}
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 """Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
 
@@ -57,7 +61,7 @@ class Recomputed(InPlaceWrapper):
         make, arguments, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         plain = tuple(own_class(self) if a is type(self) else a for a in arguments)  # type: ignore[arg-type]
         if rest and isinstance(rest[0], dict):
-            rest[0] = {key: value for key, value in rest[0].items() if key not in _ADDED - {_SEGMENT}}
+            rest[0] = {key: value for key, value in rest[0].items() if key not in _ADDED - _COPIED}
         return (rebuild, (make, plain, self.__dict__.get(_REGION), _SEGMENT in self.__dict__), *rest)
 
     def __setstate__(self, state: Any) -> None:
@@ -89,27 +93,36 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
             return run(*args, **kwargs)
         region: Region = self.__dict__[_REGION]
         if torch.compiler.is_compiling():
-            return _run_compiled(self, cls, run, args, kwargs)
+            return _run_compiled(self, run, args, kwargs)
         refuse_other_checkpointing(self)
+        if region.save.offloads_everything:
+            with _offloader(self).hooks(self):
+                return run(*args, **kwargs)
         contexts = eager_contexts(region) if region.save.ops else (nullcontext(), None)
         state = ForwardState(self, contexts[1])
         frame = new_frame(region)
         frame.caches.append(state.storage)
         forward = Forward(run, run, contexts[0], (lambda: state,))
-        out = run_part(frame, region, forward, nullcontext(), args, kwargs)
+        out = run_part(frame, region, forward, _keeping(self, region), args, kwargs)
         state.forward_ends()
         return out
 
     return _stand_in(Recomputed, cls, forward)
 
 
-def _run_compiled(module: nn.Module, cls: type, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _offloader(module: nn.Module) -> Offloader:
+    return cast(Offloader, module.__dict__[_OFFLOADER])
+
+
+def _keeping(module: nn.Module, region: Region) -> AbstractContextManager[Any]:
+    """What a region's inputs are kept under."""
+    return _offloader(module).hooks(module) if region.save.inputs == "offload" else nullcontext()
+
+
+def _run_compiled(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The forward as the compiler traces it, which knows torch's own checkpoint and nothing else."""
-    if module.__dict__[_COMPILED] is None:
-        raise PlanError(
-            f"a recomputed {cls.__name__} has buffers, and compiled code would not recompute with the values "
-            "that its forward found: do not compile it, or leave it out of the plan"
-        )
+    if problem := module.__dict__[_UNCOMPILED]:
+        raise PlanError(problem)
     if not _CHECKPOINT_OPTIONS.isdisjoint(kwargs):
         run, kwargs = functools.partial(run, **kwargs), {}
     return checkpoint(run, *args, use_reentrant=False, **module.__dict__[_COMPILED], **kwargs)
@@ -132,7 +145,7 @@ def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
         state = ForwardState(self)
         again = functools.partial(_run_again, self, segment.places[position], run)
         forward = Forward(run, again, contexts=(lambda: state,))
-        out = segment.run(position, forward, nullcontext(), args, kwargs)
+        out = segment.run(position, forward, _keeping(self, segment.region), args, kwargs)
         state.forward_ends()
         return out
 
@@ -174,29 +187,50 @@ def _remember(module: nn.Module, region: Region) -> None:
     options: dict[str, Any] = {"preserve_rng_state": region.preserve_rng_state}
     if region.save.ops:
         options["context_fn"] = compiled_contexts(region)
+    module.__dict__[_COMPILED] = options
     is_filled = "_modules" in module.__dict__  # not yet, while a copy is being made
-    has_buffers = is_filled and any(not isinstance(owner, _BatchNorm) for _, owner, _, _ in buffers_of(module))
-    module.__dict__[_COMPILED] = None if has_buffers else options
+    module.__dict__[_UNCOMPILED] = _why_uncompiled(module, region) if is_filled else None
 
 
-def recompute_module(module: nn.Module, region: Region) -> nn.Module:
+def _why_uncompiled(module: nn.Module, region: Region) -> str | None:
+    """Why a module must not recompute in compiled code, if it must not."""
+    remedy = "do not compile it, or leave it out of the plan"
+    if any(not isinstance(owner, _BatchNorm) for _, owner, _, _ in buffers_of(module)):
+        return (
+            f"a recomputed {own_class(module).__name__} has buffers, and compiled code would not recompute with the "
+            f"values that its forward found: {remedy}"
+        )
+    if region.save.offloads:
+        return (
+            f"a {own_class(module).__name__} offloads what it saves, which compiled code has no moment for: {remedy}, "
+            "or choose a policy without offload"
+        )
+    return None
+
+
+def recompute_module(module: nn.Module, region: Region, offloader: Offloader | None = None) -> nn.Module:
     """Makes a module recompute its forward in backward, in place.
 
     Args:
         region: what is kept; its ``modules`` are not looked at.
+        offloader: the model's, where the region offloads.
 
     Returns:
         The same object, so that it can serve as ``checkpoint_wrapper_fn`` of ``apply_activation_checkpointing``.
     """
     assert _REGION not in module.__dict__, "checked by apply_plan"
     _remember(module, region)
+    if offloader is not None:
+        module.__dict__[_OFFLOADER] = offloader
     module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]
     return module
 
 
-def join_segment(module: nn.Module, segment: Segment, position: int) -> None:
+def join_segment(module: nn.Module, segment: Segment, position: int, offloader: Offloader | None = None) -> None:
     """Makes a module recompute as one block of a segment, in place; after a region of its own, if it has one."""
     assert _SEGMENT not in module.__dict__, "checked by apply_plan"
+    if offloader is not None:
+        module.__dict__[_OFFLOADER] = offloader
     module.__dict__[_SEGMENT] = (segment, position)
     module.__class__ = _segment_class(type(module))  # type: ignore[arg-type]
 
@@ -216,9 +250,9 @@ def restore_module(module: nn.Module) -> None:
         module.__dict__.pop(name, None)
 
 
-def compiles(module: nn.Module) -> bool:
-    """Whether every module in it that recomputes may do so in compiled code: none has buffers of its own to replay."""
-    return not any(_REGION in m.__dict__ and m.__dict__[_COMPILED] is None for m in module.modules())
+def why_uncompiled(module: nn.Module) -> str | None:
+    """Why the modules in it that recompute must not do so in compiled code, if one of them must not."""
+    return next((m.__dict__[_UNCOMPILED] for m in module.modules() if m.__dict__.get(_UNCOMPILED)), None)
 
 
 def is_recomputed(module: nn.Module) -> bool:

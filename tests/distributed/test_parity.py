@@ -22,6 +22,10 @@ POLICIES: list[Any] = [
     {"mode": "segments", "k": 2, "skip_last": True},
     {"mode": "nested", "k": 2},
     {"mode": "nested", "k": 3, "inner": ["block", "attention", "mlp"]},
+    "offload",
+    {"mode": "offload", "modules": ["attention", "feed_forward.w2"]},
+    {"mode": "full", "inputs": "offload"},
+    {"mode": "segments", "k": 2, "inputs": "offload"},
 ]
 
 
