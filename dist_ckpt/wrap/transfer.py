@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Waiting:
-    """A copy in host memory."""
+    """A copy in host memory, made or on its way."""
 
     host: Tensor
     device: torch.device
@@ -26,6 +26,8 @@ class Waiting:
     """The stream that made the original, on which backward will ask for it."""
     written: Any = None
     """The event after which the copy is complete; ``None``: it is."""
+    was_edited: bool = False
+    """The original was edited in place while it was being read, so that the copy may hold anything."""
 
 
 @dataclass
@@ -90,55 +92,60 @@ class Synchronous:
 class Streams:
     """Copies on two streams of their own, through pinned memory that torch's host allocator reuses.
 
-    No tensor is marked with ``record_stream``: the allocator frees such memory when the *host* next looks at its
-    events, so a host that runs ahead of the device would find none free and take more. Instead each side waits for the
-    other's events, and memory is reused in stream order, however far ahead the host is.
+    No tensor is marked with ``record_stream``, except across streams of the user's: the allocator frees such memory
+    when the *host* next looks at its events, so a host that runs ahead of the device would find none free and take
+    more. Instead each side waits for the other's events, and memory is reused in stream order, however far ahead the
+    host is.
 
     Args:
-        device: an accelerator whose module in torch has streams: CUDA, XPU.
+        device: an accelerator whose module in torch has streams and events: CUDA, XPU.
         limit_bytes: what may be on its way to host memory at a time. Beyond that the forward waits for the oldest copy,
-            on the device: memory that nothing bounds would be taken by kernels launched ahead.
+            on the device: kernels that are launched ahead would otherwise take memory that nothing bounds.
     """
 
     looks_ahead = True
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
-        self._module: Any = torch.get_device_module(device)
+        self._module = self._streams_of(device)
         self._device = device
-        self._limit = limit_bytes
+        self._limit_bytes = limit_bytes
         self._outward, self._inward = self._module.Stream(device), self._module.Stream(device)
-        self._leaving: deque[tuple[Tensor, Any, Any]] = deque()
-        """Sources that are still read: (source, the event after which it is not, the stream it belongs to)."""
-        self._leaving_bytes = 0
+        # What is still being read, with its version: its memory must not be reused before.
+        self._leaving: deque[tuple[Tensor, int, Waiting]] = deque()
 
     def out(self, source: Tensor) -> Waiting:
+        self._release(self._limit_bytes - source.nbytes)
         stream = self._module.current_stream(self._device)
-        self._release(self._limit - source.nbytes)
-        host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+        host = self._pinned(source)
         self._outward.wait_stream(stream)
         with self._module.stream(self._outward):
-            host.copy_(source, non_blocking=True)
+            self._copy(host, source)
             written = self._outward.record_event()
-        self._leaving.append((source, written, stream))
-        self._leaving_bytes += source.nbytes
-        return Waiting(host, self._device, stream, written)
+        waiting = Waiting(host, self._device, stream, written)
+        self._leaving.append((source, source._version, waiting))
+        return waiting
 
     def back(self, waiting: Waiting) -> Fetched:
         self.settle()
+        if waiting.was_edited:
+            raise RuntimeError(
+                "a tensor needed for gradient computation has been modified by an inplace operation while it was on "
+                "its way to host memory: do not edit it in place, or do not offload this region"
+            )
         with self._module.stream(waiting.stream):
             tensor = torch.empty(waiting.host.shape, dtype=waiting.host.dtype, device=self._device)
-        # The memory comes from that stream's pool: what it has launched so far may still use it.
+        # The memory comes from that stream's pool, and what it has launched so far may still use it.
         self._inward.wait_stream(waiting.stream)
         self._inward.wait_event(waiting.written)
         with self._module.stream(self._inward):
-            tensor.copy_(waiting.host, non_blocking=True)
+            self._copy(tensor, waiting.host)
             arrives = self._inward.record_event()
         return Fetched(tensor, tensor._version, waiting.stream, arrives)
 
     def arrived(self, fetched: Fetched) -> Tensor:
         stream = self._module.current_stream(self._device)
         stream.wait_event(fetched.arrives)
-        if stream != fetched.stream:  # backward on another stream than forward: the allocator has to know
+        if stream != fetched.stream:
             fetched.tensor.record_stream(stream)
         return fetched.tensor
 
@@ -149,15 +156,31 @@ class Streams:
         self._release(0)
 
     def _release(self, limit_bytes: int) -> None:
-        """Lets go of sources: of those that are read already, and of the oldest until no more than the limit stay."""
+        """Lets go of originals: of those that are read already, and of the oldest until the rest is within a limit."""
+        leaving_bytes = sum(source.nbytes for source, _, _ in self._leaving)
         while self._leaving:
-            source, written, stream = self._leaving[0]
-            if not written.query():
-                if self._leaving_bytes <= limit_bytes:
+            source, version, waiting = self._leaving[0]
+            if not waiting.written.query():
+                if leaving_bytes <= limit_bytes:
                     return
-                stream.wait_event(written)
+                waiting.stream.wait_event(waiting.written)
+            waiting.was_edited = source._version != version
             self._leaving.popleft()
-            self._leaving_bytes -= source.nbytes
+            leaving_bytes -= source.nbytes
+
+    # What only a real device can do, for tests to replace.
+
+    @staticmethod
+    def _streams_of(device: torch.device) -> Any:
+        return torch.get_device_module(device)
+
+    @staticmethod
+    def _pinned(source: Tensor) -> Tensor:
+        return torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+
+    @staticmethod
+    def _copy(target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
 
 
 def transfer_for(tensor: Tensor, limit_bytes: int) -> Transfer:
