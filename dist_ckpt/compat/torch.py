@@ -234,6 +234,11 @@ def frame_packed_count(frame: Any) -> int:
     return len(frame.weak_holders)
 
 
+def frame_saved_count(frame: Any, backward: Any) -> int:
+    """How many tensors a frame's forward, or its recompute in a ``backward``, has saved so far."""
+    return frame_packed_count(frame) if backward is None else int(frame.recomp_counter[backward])
+
+
 def frame_stops_early(frame: Any) -> bool:
     """Whether the recompute ends at the last tensor that backward needs."""
     return bool(frame.early_stop)
