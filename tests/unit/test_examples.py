@@ -1,0 +1,63 @@
+"""The examples run, change at most five lines of a loop, and train as without them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+QUICK = ["plain_loop", "resnet"]
+POLICIES: list[Any] = ["full", "selective", {"mode": "segments", "k": 2}, {"mode": "nested", "k": 2}]
+
+
+def main_of(name: str) -> Callable[..., list[float]]:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def check(name: str, policy: Any) -> None:
+    main = main_of(name)
+    losses = main(policy)
+    assert losses == main("none") and len(set(losses)) > 2
+
+
+def test_each_example_is_there_and_marks_what_it_adds() -> None:
+    assert NAMES == ["accelerate_loop", "hf_trainer", "lightning_module", "lora", "plain_loop", "resnet"]
+    for name in NAMES:
+        added = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if "# added" in line]
+        assert 2 <= len(added) <= 5, name
+        assert any("apply(" in line for line in added) and any("import" in line for line in added)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_examples_train_as_without_a_plan(name: str) -> None:
+    check(name, "full")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_train_as_without_a_plan(name: str, policy: Any) -> None:
+    check(name, policy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_run_as_programs(name: str, tmp_path: Path) -> None:
+    command, environment = [sys.executable, str(EXAMPLES / f"{name}.py")], {"PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plan: " in done.stdout and not list(tmp_path.iterdir())
