@@ -52,6 +52,8 @@ class PlanCost:
     """Saved bytes without a policy."""
     baseline_flops: int
     """FLOPs without a policy."""
+    offloaded_bytes: int = 0
+    """Of the saved bytes, inputs and results among them: what waits in host memory instead of on an accelerator."""
     weight_copy_bytes: int = 0
     """Low-precision copies of parameters that autocast makes and backward keeps; not part of ``saved_bytes``."""
     opaque: tuple[str, ...] = ()
@@ -75,7 +77,9 @@ class PlanCost:
         }
         return (
             f"saved {mib['saved']} MiB a micro-batch ({share:.1%} of {mib['none']} MiB without a policy; "
-            f"inputs {mib['inputs']}, op results {mib['ops']}); "
+            f"inputs {mib['inputs']}, op results {mib['ops']}"
+            + (f", in host memory {self.offloaded_bytes / 2**20:.2f}" if self.offloaded_bytes else "")
+            + "); "
             f"recomputes {self.recomputed_flops:,} FLOPs (+{extra:.1%} of forward and backward)"
             + (
                 f"; autocast keeps {self.weight_copy_bytes / 2**20:.2f} MiB of weight copies"
@@ -110,6 +114,7 @@ def plan_cost(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn |
         flops,
         baseline_saved.total,
         baseline_flops,
+        saved.offloaded,
         saved.weight_copies,
         saved.opaque,
     )

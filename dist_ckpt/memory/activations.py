@@ -38,6 +38,11 @@ class SavedBytes:
     """Graph nodes that may keep more, out of Python's sight: in-place operations on views outside of recomputed
     regions (``CopySlices``), custom Functions in C++, and hooks that pack tensors into something else."""
 
+    @property
+    def on_device(self) -> int:
+        """The total without what is offloaded: what an accelerator holds, or would hold if this were one."""
+        return self.total - self.offloaded
+
 
 def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iterable[Tensor] = ()) -> SavedBytes:
     """Bytes kept for the backward of ``roots``, to be read after forward and before backward.

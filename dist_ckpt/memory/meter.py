@@ -47,11 +47,14 @@ class MemoryMeter:
         self._model = model
         self._owners = owners or (lambda: owners_of(model, optimizer))
         self._activations: int | None = None
+        self._offloaded = 0
         self.opaque: tuple[str, ...] = ()
         """Autograd nodes met so far that may keep more than ``activations`` says; see :class:`SavedBytes`."""
 
     def after_forward(self, *roots: Tensor) -> int:
         """Reads what the graph of ``roots`` keeps for backward, in bytes, and remembers the step's peak.
+
+        On an accelerator, what waits in host memory is not among it.
 
         To be called after each forward and before its backward, with the loss (or with all outputs that backward
         starts from).
@@ -63,9 +66,11 @@ class MemoryMeter:
             if not isinstance(root, Tensor) or root.grad_fn is None:
                 raise ValueError(f"after_forward takes the loss, before backward; got {_describe(root)}")
         found = saved_bytes(roots, (tensor for _, _, tensor in resident_of(self._model)))
-        self._activations = max(self._activations or 0, found.total)
+        kept = found.total if roots[0].device.type == "cpu" else found.on_device
+        self._activations = max(self._activations or 0, kept)
+        self._offloaded = max(self._offloaded, found.offloaded)
         self.opaque = tuple(sorted({*self.opaque, *found.opaque}))
-        return found.total
+        return kept
 
     def boundary(self, step: int) -> RankMemory:
         """This rank's memory at the boundary of a step; the peaks start anew."""
@@ -82,6 +87,7 @@ class MemoryMeter:
             optimizer=bytes_of["optimizer"],
             other=bytes_of["other"],
             activations=self._activations,
+            offloaded=self._offloaded or None,
             **_allocator(device),
         )
         self.reset()
@@ -90,8 +96,8 @@ class MemoryMeter:
         return memory
 
     def reset(self) -> None:
-        """Starts a new step: forgets the peak of saved bytes."""
-        self._activations = None
+        """Starts a new step: forgets the peaks of saved bytes."""
+        self._activations, self._offloaded = None, 0
 
 
 def _describe(root: object) -> str:

@@ -28,6 +28,9 @@ class RankMemory:
     activations: int | None
     """The step's peak of saved bytes: what forward left for backward, in the worst micro-batch. ``None`` if no forward
     of the step was measured."""
+    offloaded: int | None = None
+    """The same for saved bytes that wait in host memory: on the CPU a part of ``activations``, on an accelerator not
+    among them. ``None`` if none do."""
     stage: int | None = None
     """Pipeline stage; ``None`` without a pipeline."""
     live: int | None = None
@@ -75,7 +78,8 @@ class MemoryReport:
         return max(self.ranks, key=lambda r: r.peak if r.peak is not None else r.accounted or 0)
 
     def __str__(self) -> str:
-        columns = ("rank", "params", "grads", "optimizer", "activations", "other", "accounted", "peak")
+        offloaded = ("offloaded",) if any(r.offloaded is not None for r in self.ranks) else ()
+        columns = ("rank", "params", "grads", "optimizer", "activations", *offloaded, "other", "accounted", "peak")
         unit = byte_unit([getattr(r, c) for r in self.ranks for c in columns[1:]])
         rows = [[str(r.rank), *(format_bytes(getattr(r, c), unit) for c in columns[1:])] for r in self.ranks]
         lines = ["".join(f"{cell:>13}" for cell in row) for row in (columns, *rows)]

@@ -61,7 +61,7 @@ def _measure(
         def ends(span: Span) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 given = inputs[span]
-                kept = saved_bytes(_tensors(output), [*lasting, *given], until=given).total
+                kept = saved_bytes(_tensors(output), [*lasting, *given], until=given).on_device
                 found[span] = BlockBytes(Storages(given).nbytes, kept)
 
             return hook

@@ -57,7 +57,8 @@ class Console:
 
 def memory_table(report: MemoryReport) -> Table:
     """The memory of each rank by category, in GiB or MiB."""
-    columns = ("params", "grads", "optimizer", "activations", "other", "accounted", "unattributed", "peak", "reserved")
+    columns = ("params", "grads", "optimizer", "activations", "offloaded", "other", "accounted", "unattributed")
+    columns = (*columns, "peak", "reserved")
     shown = [c for c in columns if any(getattr(r, c) is not None for r in report.ranks)]
     unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])
     table = Table(title=f"memory per rank at step {report.step}, {unit}", box=box.SIMPLE_HEAD, title_justify="left")
