@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dist_ckpt.memory.records import MemoryReport, RankMemory
     from dist_ckpt.names import named_parameters
     from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
-    from dist_ckpt.planning import apply, make_plan
+    from dist_ckpt.planning import apply, make_plan, recompute
     from dist_ckpt.policy import Policy
     from dist_ckpt.wrap.apply import apply_plan, remove_plan
 
@@ -34,6 +34,7 @@ _HOMES = {
     "Region": "plan",
     "SaveRule": "plan",
     "make_plan": "planning",
+    "recompute": "planning",
     "Policy": "policy",
     "apply": "planning",
     "apply_plan": "wrap.apply",
@@ -58,6 +59,7 @@ __all__ = [
     "make_plan",
     "named_parameters",
     "plan_cost",
+    "recompute",
     "remove_plan",
 ]
 

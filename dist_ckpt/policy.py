@@ -263,7 +263,11 @@ POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
 """Mode name to policy class."""
 
 
-def policy_from(spec: str | Mapping[str, Any] | Policy | None) -> Policy:
+PolicySpec = str | Mapping[str, Any] | Policy | None
+"""Any of the ways to write a policy."""
+
+
+def policy_from(spec: PolicySpec) -> Policy:
     """A policy from any of the ways to write one.
 
     Args:

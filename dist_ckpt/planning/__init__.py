@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
@@ -15,13 +14,15 @@ from dist_ckpt.cost import LossFn, ModelInput
 from dist_ckpt.errors import PlanError
 from dist_ckpt.guards.caches import caching_modules
 from dist_ckpt.names import named_modules
-from dist_ckpt.plan import Plan, Region, fold_names
+from dist_ckpt.plan import Plan, fold_names
 from dist_ckpt.planning.every_k import plan_every_k
 from dist_ckpt.planning.first_n import plan_first_n
 from dist_ckpt.planning.full import plan_full
+from dist_ckpt.planning.function import Function, recompute
 from dist_ckpt.planning.measure import freed_bytes, measure_blocks
 from dist_ckpt.planning.nested import plan_nested
 from dist_ckpt.planning.offload import plan_offload
+from dist_ckpt.planning.options import with_options
 from dist_ckpt.planning.planned import Planned, Target
 from dist_ckpt.planning.replay import read_plan
 from dist_ckpt.planning.segments import plan_segments
@@ -32,10 +33,10 @@ from dist_ckpt.policy import (
     EveryKPolicy,
     FirstNPolicy,
     FullPolicy,
-    Inputs,
     NestedPolicy,
     OffloadPolicy,
     Policy,
+    PolicySpec,
     ReplayPolicy,
     SegmentsPolicy,
     SelectiveAttentionPolicy,
@@ -43,8 +44,6 @@ from dist_ckpt.policy import (
     policy_from,
 )
 from dist_ckpt.wrap.apply import apply_plan
-
-PolicySpec = str | Mapping[str, Any] | Policy | None
 
 _PLANNERS: Mapping[type[Policy], Callable[[Target, Any], Planned]] = types.MappingProxyType(
     {
@@ -88,7 +87,7 @@ def make_plan(
         raise PlanError(f"ckpt.exclude={asked.exclude!r} leaves no block; ask for mode 'none'")
     measured = functools.partial(measure_blocks, model, batch, loss_fn) if batch is not None else None
     planned = _PLANNERS[type(asked)](Target(model, chosen, measured), asked)
-    regions = tuple(_with_options(region, asked) for region in planned.regions)
+    regions = tuple(with_options(region, asked) for region in planned.regions)
     notes = planned.notes
     if asked.min_bytes and batch is not None:
         freed = freed_bytes(model, regions, batch, loss_fn)
@@ -107,32 +106,29 @@ def make_plan(
     )
 
 
-def apply(model: nn.Module, policy: PolicySpec, batch: ModelInput | None = None, loss_fn: LossFn | None = None) -> Plan:
+@overload
+def apply(
+    model: nn.Module, policy: PolicySpec, batch: ModelInput | None = None, loss_fn: LossFn | None = None
+) -> Plan: ...
+
+
+@overload
+def apply(model: Function, policy: PolicySpec) -> Function: ...
+
+
+def apply(model: Any, policy: PolicySpec, batch: ModelInput | None = None, loss_fn: LossFn | None = None) -> Any:
     """Makes a plan for the model and applies it: the one line for an existing training loop, before sharding.
 
     Args and errors are those of :func:`make_plan` and :func:`~dist_ckpt.apply_plan`.
 
     Returns:
-        The plan, for printing or saving.
+        The plan, for printing or saving. A function in place of a model comes back as :func:`recompute` makes it.
     """
+    if callable(model) and not isinstance(model, nn.Module):
+        return recompute(model, policy)
     plan = make_plan(model, policy, batch, loss_fn)
     apply_plan(model, plan)
     return plan
-
-
-def _with_options(region: Region, policy: BlockPolicy) -> Region:
-    """The region, and those nested in it, with the options that every block policy has."""
-    # Inputs of nested regions are recomputed by the outer one: in host memory they would outlive it for nothing.
-    inner = tuple(_with_options(one, dataclasses.replace(policy, inputs=Inputs.keep)) for one in region.inner)
-    offload = policy.inputs is Inputs.offload and not region.save.offloads_everything
-    return dataclasses.replace(
-        region,
-        save=dataclasses.replace(region.save, inputs="offload" if offload else "keep"),
-        inner=inner,
-        preserve_rng_state=policy.preserve_rng_state,
-        determinism_check=policy.determinism_check.value,
-        early_stop=policy.early_stop,
-    )
 
 
 def _matches(model: nn.Module, policy: BlockPolicy) -> dict[str, int]:

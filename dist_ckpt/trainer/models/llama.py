@@ -47,6 +47,8 @@ class SelfAttention(nn.Module):
         self.wk = nn.Linear(config.d_model, kv_dim, bias=False)
         self.wv = nn.Linear(config.d_model, kv_dim, bias=False)
         self.wo = nn.Linear(config.d_model, config.d_model, bias=False)
+        if config.attention is not Attention.sdpa:
+            self.chunk = QueryChunk()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, seq, _ = x.shape
@@ -59,21 +61,26 @@ class SelfAttention(nn.Module):
             repeats = self.config.n_heads // self.config.n_kv_heads
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
             chunk = self.config.attention_chunk if self.config.attention is Attention.chunked else seq
-            parts = [_attend(q[:, :, i : i + chunk], k, v, i) for i in range(0, seq, chunk)]
+            parts = [self.chunk(q[:, :, i : i + chunk], k, v, i) for i in range(0, seq, chunk)]
             out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Causal attention with materialised scores, of queries ``start …`` to all keys they may see.
+class QueryChunk(nn.Module):
+    """Causal attention of some queries, ``start …``, to all keys that they may see, with materialised scores.
+
+    A module without parameters, so that it can be a region: recomputed chunk by chunk, the scores of one chunk exist at
+    a time, in backward too.
 
     q: (batch, heads, chunk, head_dim); k, v: (batch, heads, seq, head_dim). Returns q's shape.
     """
-    stop = start + q.shape[2]
-    k, v = k[:, :, :stop], v[:, :, :stop]
-    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-    future = torch.ones(q.shape[2], stop, dtype=torch.bool, device=q.device).triu(start + 1)
-    return scores.masked_fill(future, float("-inf")).softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        stop = start + q.shape[2]
+        k, v = k[:, :, :stop], v[:, :, :stop]
+        scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+        future = torch.ones(q.shape[2], stop, dtype=torch.bool, device=q.device).triu(start + 1)
+        return scores.masked_fill(future, float("-inf")).softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
 
 
 class FeedForward(nn.Module):

@@ -1,0 +1,73 @@
+"""A plain function that is recomputed in backward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from dist_ckpt.errors import PlanError
+from dist_ckpt.guards.forward_state import ForwardState
+from dist_ckpt.plan import Region
+from dist_ckpt.wrap.offload import Offloader
+from dist_ckpt.wrap.oplevel import eager_contexts
+from dist_ckpt.wrap.span import Forward, new_frame, run_part
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def recompute_function(function: Function, region: Region) -> Function:
+    """The function, with what it saves for backward recomputed or offloaded as the region says.
+
+    Modules that it is a method of, or that it closes over, are guarded as those of a region are: their buffers are as
+    the forward found them and updated once, and with all of them in ``eval()`` nothing is recomputed.
+    """
+    modules = Reached(_modules_of(function))
+    offloader = Offloader() if region.save.offloads else None
+
+    @functools.wraps(function)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        is_eval = len(modules) > 0 and not any(module.training for module in modules)
+        if is_eval or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise PlanError(
+                f"{region.modules[0]} is recomputed, which compiled code does not see: compile inside of it"
+            )
+        if region.save.offloads_everything:
+            with cast(Offloader, offloader).hooks(*modules):
+                return function(*args, **kwargs)
+        contexts = eager_contexts(region, modules, offloader) if region.save.ops else (nullcontext(), None)
+        state = ForwardState(modules, contexts[1])
+        frame = new_frame(region)
+        frame.caches.append(state.storage)
+        keeping = cast(Offloader, offloader).hooks(*modules) if region.save.inputs == "offload" else nullcontext()
+        forward = Forward(function, function, contexts[0], (lambda: state,))
+        out = run_part(frame, region, forward, keeping, args, kwargs)
+        state.forward_ends()
+        return out
+
+    return cast(Function, recomputed)
+
+
+class Reached(nn.ModuleList):
+    """The modules that a function reaches."""
+
+
+def _modules_of(function: Any) -> Iterator[nn.Module]:
+    """Modules that a function is a method of, closes over, or has bound as arguments."""
+    while isinstance(function, functools.partial):
+        yield from (value for value in (*function.args, *function.keywords.values()) if isinstance(value, nn.Module))
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        yield owner
+    if inspect.isfunction(function):
+        for value in inspect.getclosurevars(function).nonlocals.values():
+            if isinstance(value, nn.Module):
+                yield value
