@@ -12,7 +12,8 @@ copied is watched instead, as autograd does where no hooks are: an edit between 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -66,18 +67,28 @@ class Watched(Packed):
 class Offloader:
     """Moves saved tensors to host memory and back: one for all regions of a model.
 
-    A copy or pickle of it is a fresh one with the same settings: what waits belongs to a graph, not to a model.
+    A copy or pickle of it is a fresh one with the same settings: what waits belongs to a graph, not to a model. It
+    knows no modules around, whose buffers are then offloaded where regions save them, to no harm and no use.
 
     Args:
         min_bytes: tensors of less stay where they are.
         ahead_bytes: how much may be on its way to the host at a time, and how much may come back before it is needed.
             It is taken on the device on top of what the plan says.
+        around: modules outside of all regions, whose buffers regions are given: tables of rotary angles, masks.
     """
 
-    def __init__(self, min_bytes: int = MIN_BYTES, ahead_bytes: int = AHEAD_BYTES) -> None:
+    def __init__(
+        self, min_bytes: int = MIN_BYTES, ahead_bytes: int = AHEAD_BYTES, around: Iterable[nn.Module] = ()
+    ) -> None:
         self._settings = (min_bytes, ahead_bytes)
         self._min_bytes = min_bytes
         self._copies = HostCopies(ahead_bytes)
+        # Weakly: one of them is the model, which holds this.
+        self._around = [weakref.ref(module) for module in around if module._buffers]
+
+    def _buffers_around(self) -> Iterator[Tensor]:
+        for module in filter(None, (ref() for ref in self._around)):
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
 
     def __reduce__(self) -> Any:
         return Offloader, self._settings
@@ -127,7 +138,7 @@ class Offloader:
 
 
 class _Hooks(saved_tensors_hooks):
-    """The context. Autograd keeps its pack hook as long as the graph, so it holds nothing once it has ended."""
+    """The context. Autograd keeps its pack hook as long as the graph, so it holds no module once it has ended."""
 
     def __init__(self, offloader: Offloader, modules: tuple[nn.Module, ...]) -> None:
         super().__init__(self._pack, _unpack)
@@ -138,8 +149,8 @@ class _Hooks(saved_tensors_hooks):
 
     def __enter__(self) -> None:
         lasting = [local_tensor(tensor) for module in self._modules for tensor in _lasting(module)]
-        self._resident = Storages(lasting)
         self._on_accelerator = any(tensor.device.type not in ("cpu", "meta") for tensor in lasting)
+        self._resident = Storages((*lasting, *self._offloader._buffers_around()))
         super().__enter__()
 
     def __exit__(self, *exception: object) -> None:

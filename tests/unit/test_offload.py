@@ -21,6 +21,7 @@ from dist_ckpt.memory.activations import SavedBytes, saved_bytes
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.memory.packed import Packed
 from dist_ckpt.memory.storages import Storages
+from dist_ckpt.planning import apply
 from dist_ckpt.wrap.offload import Offloader, Watched
 from tests.unit.toys import Stack
 
@@ -41,7 +42,9 @@ def gradients(model: nn.Module, loss: Tensor, backwards: int = 1) -> list[Tensor
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def step(model: nn.Module, x: Tensor, offloader: Offloader | None, backwards: int = 1) -> tuple[SavedBytes, list[Tensor]]:
+def step(
+    model: nn.Module, x: Tensor, offloader: Offloader | None, backwards: int = 1
+) -> tuple[SavedBytes, list[Tensor]]:
     torch.manual_seed(1)
     if offloader is None:
         loss = model(x).pow(2).sum()
@@ -203,6 +206,47 @@ def test_parameters_buffers_and_their_views_stay() -> None:
     assert all(one.held not in own for one in packed_in(loss) if one.in_host_memory)
     found = saved_bytes([loss], [*model.parameters(), *model.buffers()])
     assert found.total == found.offloaded > 0
+
+
+class Rotary(nn.Module):
+    """Its table is given to its blocks in slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(40, 8))
+        self.layers = nn.ModuleList(Rotated() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.table[: x.shape[1]])
+        return x
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.linear(x) * table
+
+
+@pytest.mark.parametrize("policy", ["offload", {"mode": "full", "inputs": "offload"}], ids=str)
+def test_buffers_of_the_model_around_a_region_stay(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Offloader.__init__, "__defaults__", (0, 0, ()))
+    model, x = Rotary(), torch.randn(2, 30, 8)
+    apply(model, policy)
+    found = saved_bytes([model(x).sum()], [*model.parameters(), *model.buffers()])
+    assert found.total == found.offloaded == 2 * x.nbytes  # what each layer is given
+
+
+def test_a_model_with_a_plan_is_freed_at_once(no_collector: None) -> None:
+    model = Rotary()
+    apply(model, "offload")
+    gc.collect()  # of what making the plan left
+    alive = weakref.ref(model)
+    del model
+    assert alive() is None
 
 
 def test_a_parameter_of_another_module_stays() -> None:
