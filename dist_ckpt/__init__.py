@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
     from dist_ckpt.planning import apply, make_plan, recompute
     from dist_ckpt.policy import Policy
+    from dist_ckpt.verification import Verification, verify
     from dist_ckpt.wrap.apply import apply_plan, remove_plan
 
 _HOMES = {
@@ -36,6 +37,8 @@ _HOMES = {
     "make_plan": "planning",
     "recompute": "planning",
     "Policy": "policy",
+    "Verification": "verification",
+    "verify": "verification",
     "apply": "planning",
     "apply_plan": "wrap.apply",
     "remove_plan": "wrap.apply",
@@ -53,6 +56,7 @@ __all__ = [
     "RankMemory",
     "Region",
     "SaveRule",
+    "Verification",
     "apply",
     "apply_plan",
     "gather_report",
@@ -61,6 +65,7 @@ __all__ = [
     "plan_cost",
     "recompute",
     "remove_plan",
+    "verify",
 ]
 
 

@@ -1,0 +1,158 @@
+"""What a proof says: its findings, and the figures of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dist_ckpt.memory.records import byte_unit, format_bytes
+from dist_ckpt.plan import fold_names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that the plan changes and must not."""
+
+    where: str
+    """A module, a parameter, a random stream; several of a kind are folded: ``layers.{0-3}.attention``."""
+    what: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" + (f"\n  advice: {self.advice}" if self.advice else "")
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """One trainable parameter's gradient without and with the plan."""
+
+    name: str
+    status: Literal["equal", "differs", "none", "only without the plan", "only with the plan"]
+    """``none``: it has no gradient in either. ``only without the plan``: the plan has lost it."""
+    max_abs: float = 0.0
+    """Largest difference of an element."""
+    relative: float = 0.0
+    """The same, as a fraction of the gradient's largest element."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome of running a step without and with a plan."""
+
+    mode: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+    """What does not speak against the plan but limits the proof."""
+    gradients: tuple[GradientCheck, ...] = ()
+    losses: tuple[float, ...] = ()
+    """Without the plan, one a micro-batch."""
+    regions: int = 0
+    """Regions of the plan, nested ones included."""
+    recomputes: int = 0
+    """Recomputes in the step's backward."""
+    buffers: int = 0
+    streams: tuple[str, ...] = ()
+    """Sources of random numbers that were compared."""
+    saved_bytes: int | None = None
+    """Kept between forward and backward with the plan; ``None`` where it was not measured."""
+    baseline_saved_bytes: int | None = None
+    flops: int | None = None
+    """Of the whole step with the plan; ``None`` for compiled code."""
+    baseline_flops: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing but memory and recomputed FLOPs has changed."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        verdict = "proven: the step is the same without and with it" if self.ok else self._count()
+        lines = [f"verify: {self.mode}, {self.regions} regions, {self.recomputes} recomputes; {verdict}"]
+        for number, finding in enumerate(self.findings, start=1):
+            lines += [f"  {number}. {line}" if not n else f"     {line}" for n, line in _numbered(str(finding))]
+        lines += [f"  {name:<10} {text}" for name, text in self._figures()]
+        lines += [f"  note       {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _count(self) -> str:
+        return f"NOT proven, {len(self.findings)} finding{'s'[: len(self.findings) != 1]}"
+
+    def _figures(self) -> list[tuple[str, str]]:
+        checks = self.gradients
+        equal = sum(check.status in ("equal", "none") for check in checks)
+        figures = [
+            ("loss", ", ".join(f"{loss:.6g}" for loss in self.losses[:4])),
+            ("gradients", f"{equal} of {len(checks)} equal" if checks else "not compared"),
+            ("compared", f"{self.buffers} buffers; random streams {', '.join(self.streams)}"),
+        ]
+        if self.saved_bytes is not None and self.baseline_saved_bytes is not None:
+            unit = byte_unit([self.saved_bytes, self.baseline_saved_bytes])
+            saved, baseline = (format_bytes(n, unit) for n in (self.saved_bytes, self.baseline_saved_bytes))
+            figures.append(("memory", f"{saved} {unit} saved for backward, {baseline} {unit} without the plan"))
+        if self.flops is not None and self.baseline_flops:
+            added = self.flops - self.baseline_flops
+            figures.append(
+                ("FLOPs", f"{added:,} added to {self.baseline_flops:,} (+{added / self.baseline_flops:.1%})")
+            )
+        return figures
+
+
+def fold(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Findings that say the same of several places, as one each."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        known = places.setdefault((finding.what, finding.advice), [])
+        if finding.where not in known:
+            known.append(finding.where)
+    return tuple(
+        Finding(_shortened(fold_names(tuple(where))), what, advice) for (what, advice), where in places.items()
+    )
+
+
+def merge(ranks: Sequence[Verification]) -> Verification:
+    """One report of what every rank found: each finding once, with the ranks if it is not all; the largest figures."""
+    found: dict[Finding, list[int]] = {}
+    for rank, one in enumerate(ranks):
+        for finding in one.findings:
+            found.setdefault(finding, []).append(rank)
+    findings = tuple(
+        finding if len(on) == len(ranks) else dataclasses.replace(finding, what=f"{finding.what} (on {_ranks(on)})")
+        for finding, on in found.items()
+    )
+    gradients = {check.name: check for check in ranks[0].gradients}
+    for check in (check for one in ranks for check in one.gradients):
+        gradients[check.name] = max(gradients.get(check.name, check), check, key=_badness)
+    return dataclasses.replace(
+        ranks[0],
+        findings=findings,
+        notes=tuple(dict.fromkeys(note for one in ranks for note in one.notes)),
+        gradients=tuple(gradients.values()),
+        saved_bytes=_most([one.saved_bytes for one in ranks]),
+        baseline_saved_bytes=_most([one.baseline_saved_bytes for one in ranks]),
+        flops=_most([one.flops for one in ranks]),
+        baseline_flops=_most([one.baseline_flops for one in ranks]),
+    )
+
+
+def _most(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def _badness(check: GradientCheck) -> tuple[bool, float]:
+    return check.status not in ("equal", "none"), check.max_abs
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s'[: len(numbers) != 1]} {', '.join(map(str, numbers))}"
+
+
+def _shortened(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _numbered(text: str) -> list[tuple[int, str]]:
+    return list(enumerate(text.splitlines()))
