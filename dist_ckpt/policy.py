@@ -70,7 +70,7 @@ class BlockPolicy(Policy):
     """Regions that would free less than this in one micro-batch are left out. Needs a batch to measure on."""
     preserve_rng_state: bool = True
     """Replay torch's random generators in the recompute. Costs a copy of each generator's state a region and forward
-    (5 KB on CPU); without it dropout draws anew, which gives wrong gradients: only for blocks that draw nothing."""
+    (5 KB on CPU). Without it a region that draws random numbers is an error."""
     determinism_check: DeterminismCheck = DeterminismCheck.default
     """Compare shape, dtype and device of recomputed tensors with those of the forward (microseconds a tensor); ``none``
     trusts them."""

@@ -27,14 +27,15 @@ def recompute(function: Function, policy: PolicySpec = "full") -> Function:
     For a stretch of a training loop, a loss, or a method, where no module stands for what is to be recomputed. As in
     :func:`~dist_ckpt.apply`, generators are replayed and buffers of modules that it reaches are updated once.
 
+    A module is a function too: what comes back calls it, and leaves it as it is. Its hooks lie inside then, and fire in
+    the recompute as well.
+
     Args:
         policy: ``full``, ``selective`` or ``offload``, with the options that say nothing about modules.
 
     Raises:
-        PlanError: another mode, an option about modules, or a module in place of a function.
+        PlanError: another mode, an option about modules, or something that cannot be called.
     """
-    if isinstance(function, nn.Module):
-        raise PlanError(f"a {type(function).__name__} is a module: apply(model, policy)")
     if not callable(function):
         raise PlanError(f"a {type(function).__name__} cannot be called, so it cannot be recomputed")
     asked = policy_from(policy)

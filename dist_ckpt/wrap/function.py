@@ -30,7 +30,8 @@ def recompute_function(function: Function, region: Region) -> Function:
     modules = Reached(_modules_of(function))
     offloader = Offloader() if region.save.offloads else None
 
-    @functools.wraps(function)
+    # A module's attributes are no function's: __dict__ would come along.
+    @functools.wraps(function, updated=() if isinstance(function, nn.Module) else functools.WRAPPER_UPDATES)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         is_eval = len(modules) > 0 and not any(module.training for module in modules)
         if is_eval or not torch.is_grad_enabled():
@@ -64,7 +65,7 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
     while isinstance(function, functools.partial):
         yield from (value for value in (*function.args, *function.keywords.values()) if isinstance(value, nn.Module))
         function = function.func
-    owner = getattr(function, "__self__", None)
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         yield owner
     if inspect.isfunction(function):

@@ -167,6 +167,7 @@ def run_part(
     with frame.part(), forward.during:
         out = forward.run(*args, **kwargs)
     given.refuse_changes(forward.run)
+    ambient.refuse_draws(" + ".join(region.modules))
     part.outputs = [Handle(leaf) for leaf in tree_leaves(out)]
     return out
 

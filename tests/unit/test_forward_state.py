@@ -183,5 +183,5 @@ def test_switching_to_eval_before_backward_is_an_error() -> None:
 def test_blocks_with_buffers_are_not_compiled() -> None:
     model = nn.Sequential(nn.Sequential(Counts(), nn.Tanh()), nn.Sequential(Counts(), nn.Tanh()))
     engine = ENGINES["ddp"](TrainingOptions(compile=True), torch.device("cpu"), lambda m, b: m(**b))
-    with pytest.raises(EngineError, match="0 recomputes with buffers of its own"):
+    with pytest.raises(EngineError, match=r"train\.compile: 0: .*has buffers"):
         engine.prepare(model, make_plan(model, "full"))

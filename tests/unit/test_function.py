@@ -84,8 +84,13 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize(
     "reach",
-    [lambda model: model.forward, lambda model: lambda x: model(x), lambda model: functools.partial(_call, model)],
-    ids=["method", "closure", "partial"],
+    [
+        lambda model: model,
+        lambda model: model.forward,
+        lambda model: lambda x: model(x),
+        lambda model: functools.partial(_call, model),
+    ],
+    ids=["module", "method", "closure", "partial"],
 )
 def test_buffers_of_modules_that_it_reaches_are_updated_once(reach: Callable[[Counted], Callable[..., Tensor]]) -> None:
     outcomes = []
@@ -109,7 +114,6 @@ def _call(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "policy", "message"),
     [
-        (nn.Linear(2, 2), "full", r"is a module: apply\(model, policy\)"),
         (3, "full", "a int cannot be called"),
         (mlp, "segments", r"mode=segments: a function has no blocks\. Valid: full, offload, selective"),
         (mlp, {"mode": "full", "blocks": "Block"}, r"ckpt\.blocks: a function has no modules"),

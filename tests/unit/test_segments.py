@@ -381,12 +381,13 @@ def test_a_recompute_may_run_to_its_end() -> None:
     assert whole.saved_bytes == early.saved_bytes
 
 
-def test_without_replayed_generators_dropout_draws_anew() -> None:
+@pytest.mark.parametrize("policy", ["full", {"mode": "segments", "k": 3}], ids=str)
+def test_what_draws_must_be_replayed(policy: Any) -> None:
+    options = {"mode": policy} if isinstance(policy, str) else policy
     model = Looped(plain)
-    expected = step(copy.deepcopy(model))
-    apply(model, {"mode": "segments", "k": 3, "preserve_rng_state": False})
-    found = step(model)
-    assert any(not torch.equal(found[name], expected[name]) for name in expected), "or the option does nothing"
+    apply(model, {**options, "preserve_rng_state": False})
+    with pytest.raises(PlanError, match=r"blocks\.0.* draws random numbers \(dropout\?\)"):
+        model(X)
 
 
 CONFIG = ModelConfig(n_layers=6, d_model=32, n_heads=4, n_kv_heads=2, d_ff=48, max_seq_len=16, vocab_size=64)
