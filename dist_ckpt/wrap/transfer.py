@@ -40,6 +40,8 @@ class Fetched:
     """The stream in whose order the memory is reused."""
     arrives: Any = None
     """The event after which the tensor can be read on that stream; ``None``: now."""
+    was_edited: bool = False
+    """See :class:`Waiting`."""
 
 
 class Transfer(Protocol):
@@ -56,7 +58,11 @@ class Transfer(Protocol):
         """Starts a copy back to the device."""
 
     def arrived(self, fetched: Fetched) -> Tensor:
-        """The tensor, for use on the current stream, which waits for it; the host does not."""
+        """The tensor, for use on the current stream, which waits for it; the host does not.
+
+        Raises:
+            RuntimeError: the original was edited in place while it was being read.
+        """
 
     def drop(self, fetched: Fetched) -> None:
         """Called before a fetched tensor is let go of, read or not."""
@@ -126,27 +132,28 @@ class Streams:
         return waiting
 
     def back(self, waiting: Waiting) -> Fetched:
-        self.settle()
-        if waiting.was_edited:
-            raise RuntimeError(
-                "a tensor needed for gradient computation has been modified by an inplace operation while it was on "
-                "its way to host memory: do not edit it in place, or do not offload this region"
-            )
+        self._release(self._limit_bytes, waiting)
         with self._module.stream(waiting.stream):
             tensor = torch.empty(waiting.host.shape, dtype=waiting.host.dtype, device=self._device)
-        # The memory comes from that stream's pool, and what it has launched so far may still use it.
+        # The memory comes from that stream's pool, and what it has launched so far may still use it. It has also waited
+        # for the copy out to be done, when the original was let go of.
         self._inward.wait_stream(waiting.stream)
-        self._inward.wait_event(waiting.written)
         with self._module.stream(self._inward):
             self._copy(tensor, waiting.host)
             arrives = self._inward.record_event()
-        return Fetched(tensor, tensor._version, waiting.stream, arrives)
+        return Fetched(tensor, tensor._version, waiting.stream, arrives, waiting.was_edited)
 
     def arrived(self, fetched: Fetched) -> Tensor:
         stream = self._module.current_stream(self._device)
         stream.wait_event(fetched.arrives)
         if stream != fetched.stream:
             fetched.tensor.record_stream(stream)
+        if fetched.was_edited:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation while "
+                f"it was on its way to host memory ({fetched.tensor.numel()} elements of {fetched.tensor.dtype}): do "
+                "not edit it, or do not offload this region"
+            )
         return fetched.tensor
 
     def drop(self, fetched: Fetched) -> None:
@@ -155,15 +162,18 @@ class Streams:
     def settle(self) -> None:
         self._release(0)
 
-    def _release(self, limit_bytes: int) -> None:
-        """Lets go of originals: of those that are read already, and of the oldest until the rest is within a limit."""
+    def _release(self, limit_bytes: int, needed: Waiting | None = None) -> None:
+        """Lets go of originals: of those that are read already, of the oldest until the rest is within a limit, and of
+        all up to the one whose copy is needed."""
         leaving_bytes = sum(source.nbytes for source, _, _ in self._leaving)
+        is_needed = any(waiting is needed for _, _, waiting in self._leaving)
         while self._leaving:
             source, version, waiting = self._leaving[0]
             if not waiting.written.query():
-                if leaving_bytes <= limit_bytes:
+                if leaving_bytes <= limit_bytes and not is_needed:
                     return
                 waiting.stream.wait_event(waiting.written)
+            is_needed = is_needed and waiting is not needed
             waiting.was_edited = source._version != version
             self._leaving.popleft()
             leaving_bytes -= source.nbytes
