@@ -157,7 +157,7 @@ def fake_training(model: nn.Module, plan: Plan, batch: ModelInput) -> Iterator[t
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _device_of(model)
-    fake = _fake_copy(model, mode, device)
+    fake = _copy_with(model, lambda tensor: _fake(tensor, mode, device))
     remove_plan(fake)
     apply_plan(fake, plan)
     fake.train()
@@ -169,6 +169,17 @@ def fake_training(model: nn.Module, plan: Plan, batch: ModelInput) -> Iterator[t
             raise PlanError(
                 f"the cost cannot be computed without running the model: its forward depends on values ({error})"
             ) from error
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device, for :func:`fake_training` once the model itself is sharded.
+
+    Raises:
+        PlanError: it is sharded already.
+    """
+    return _copy_with(
+        model, lambda tensor: torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -202,8 +213,8 @@ def _fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     return tree_map(fake, batch)
 
 
-def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """A deep copy in which every tensor is replaced by a fake one, so that no memory is needed."""
+def _copy_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A deep copy in which every tensor is replaced by one without memory."""
     if unwrap(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
         raise PlanError("what a plan costs is computed on the model before sharding and compiling")
     replaced: dict[int, Any] = {}
@@ -211,7 +222,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
         tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]
         for tensor in tensors:
             if isinstance(tensor, Tensor) and id(tensor) not in replaced:
-                fake = _fake(tensor.detach(), mode, device)
+                other = replace(tensor.detach())
                 is_parameter = isinstance(tensor, nn.Parameter)
-                replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                replaced[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if is_parameter else other
     return copy.deepcopy(model, replaced)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from dist_ckpt.batch import Batch, count_targets
 from dist_ckpt.blocks import find_blocks
+from dist_ckpt.engines.gradients import LostGradients
 from dist_ckpt.engines.optim import (
     OptimizerOptions,
     build_optimizer,
@@ -65,6 +66,24 @@ class TrainingOptions:
     replicas: int = 1
     """Groups of ranks that each hold the whole model, sharded inside (HSDP)."""
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    check_gradients: bool = True
+    """Whether the first update stops where a parameter has no gradient and would have one without the plan."""
+
+
+class StepObserver(Protocol):
+    """Looks on while an engine performs an update."""
+
+    def forward_ended(self, loss: Tensor) -> None:
+        """Between the forward and the backward of a micro-batch."""
+        ...
+
+    def backward_ended(self) -> None:
+        """After the backward of a micro-batch."""
+        ...
+
+    def boundary(self) -> None:
+        """After the last backward, before gradients are clipped."""
+        ...
 
 
 class Engine(Protocol):
@@ -132,8 +151,10 @@ class DataParallelEngine(ABC):
         self.optimizer: Optimizer
         self.meter: MemoryMeter
         self.memory: RankMemory | None = None
+        self.observer: StepObserver | None = None
         self.step = 0
         self._trained_numel = 0
+        self._lost_gradients: LostGradients | None = None
 
     @abstractmethod
     def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
@@ -173,6 +194,8 @@ class DataParallelEngine(ABC):
             raise PlanError("; ".join(problems))
         _refuse_other_meshes(model)
         blocks = _blocks_if_any(model) or plan.blocks
+        if self.options.check_gradients and plan.regions:
+            self._lost_gradients = LostGradients(model, self._loss_sum)
         apply_plan(model, plan)
         modules = dict(model.named_modules())
         if self.options.compile:
@@ -196,7 +219,8 @@ class DataParallelEngine(ABC):
 
         Raises:
             DataError: no token of the update has a target.
-            NonFiniteError: the loss or the norm is not finite. Both on every rank, before the weights change.
+            PlanError: in the first update: the plan has lost the gradient of a parameter.
+            NonFiniteError: the loss or the norm is not finite. Each on every rank, before the weights change.
         """
         world = dist.get_world_size()
         # The divisor has to be known before the first backward: dividing each micro-batch by its own tokens would
@@ -211,13 +235,22 @@ class DataParallelEngine(ABC):
                 with self._autocast():
                     loss = self._loss_sum(self.model, {k: v.to(self.device) for k, v in batch.items()})
                 self.meter.after_forward(loss)
+                if self.observer is not None:
+                    self.observer.forward_ended(loss)
                 total += loss.detach()
                 (loss * (world / tokens)).backward()  # engines average over ranks
+                if self.observer is not None:
+                    self.observer.backward_ended()
             del loss
         if measure:
             self.memory = self.meter.boundary(self.step + 1)
         else:
             self.meter.reset()
+        if self.observer is not None:
+            self.observer.boundary()
+        if self._lost_gradients is not None:
+            self._lost_gradients.refuse(self.model, micro_batches, self.device)
+            self._lost_gradients = None
         mean = self._sum_over_ranks(float(total)) / tokens
         norm = self.clip_gradients(self.options.clip if self.options.clip is not None else float("inf"))
         if not (math.isfinite(mean) and math.isfinite(norm)):

@@ -102,6 +102,9 @@ class TrainConfig(Checked, section="train"):
     """Micro-batches on each rank per validation."""
     accum_sync: AccumSync | None = None
     """null: ``boundary`` for ddp, ``every`` for fsdp1 and fsdp2."""
+    check_gradients: bool = True
+    """Whether the run stops after its first backward where a parameter has no gradient and would have one without the
+    policy."""
 
     def check(self) -> None:
         if self.resume not in (None, "auto") and not re.fullmatch(r"step_\d+", PurePath(self.resume).name):

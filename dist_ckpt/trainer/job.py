@@ -216,6 +216,7 @@ def build_engine(config: Config, device: torch.device) -> DataParallelEngine:
         compile=train.compile,
         replicas=config.engine.replicas,
         optimizer=optimizer,
+        check_gradients=train.check_gradients,
     )
 
     def initialize(model: nn.Module) -> None:
