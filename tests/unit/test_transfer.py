@@ -308,6 +308,7 @@ def test_the_order_of_what_is_gone_is_forgotten(late: Any) -> None:
     last = offloader.put(torch.randn(8))
     before = list(offloader._copies._before(last._copy))
     assert before == [one._copy for one in reversed(alive)]
+    assert list(offloader._copies._before(alive[5]._copy)) == [one._copy for one in reversed(alive[:5])]
 
 
 class Journal:
