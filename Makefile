@@ -42,8 +42,9 @@ train: $(STAMP) ## train the small model on 8 ranks; NPROC=2 ARGS="+ckpt=full en
 test: $(STAMP) ## the fast tier of the tests; ARGS="-k name" for a part of it
 	$(RUN) $(BIN)/python -m pytest $(ARGS)
 
-test-full: $(STAMP) ## every matrix, resumable; outcomes go to docs/verification.json
-	$(RUN) $(BIN)/python -m pytest --full --record docs/verification.json $(ARGS)
+test-full: $(STAMP) ## every matrix, resumable; outcomes go to docs/verification.json and docs/support.md
+	$(RUN) $(BIN)/python -m pytest --full --record docs/verification.json $(ARGS); passed=$$?; \
+	  $(RUN) $(BIN)/python -m tests.support_page > docs/support.md && exit $$passed
 
 lint: $(STAMP) ## style, formatting, types and the floors of the package
 	$(BIN)/ruff check .

@@ -23,6 +23,7 @@ from dist_ckpt.engines.optim import (
     build_optimizer,
     learning_rate,
 )
+from dist_ckpt.engines.support import unsupported
 from dist_ckpt.errors import DataError, EngineError, PlanError
 from dist_ckpt.memory.ledger import Owner, owners_of
 from dist_ckpt.memory.meter import MemoryMeter
@@ -65,6 +66,8 @@ class TrainingOptions:
     """Compile each block by itself."""
     replicas: int = 1
     """Groups of ranks that each hold the whole model, sharded inside (HSDP)."""
+    allow_untested: bool = False
+    """Take a plan that no test has proven right under this engine with these options."""
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     check_gradients: bool = True
     """Whether the first update stops where a parameter has no gradient and would have one without the plan."""
@@ -178,6 +181,8 @@ class DataParallelEngine(ABC):
         problems = [f"{self.name} has no pipeline stages"] if plan.stages else []
         if self.options.replicas > 1 and not self.takes_replicas:
             problems.append(f"engine.replicas={self.options.replicas} is an option of fsdp2, not of {self.name}")
+        options = self.options
+        problems += unsupported(plan, self.name, options.precision, options.compile, options.allow_untested)
         return problems
 
     def prepare(self, model: nn.Module, plan: Plan) -> None:

@@ -18,7 +18,8 @@ from dist_ckpt.plan import Plan, fold_names
 from dist_ckpt.planning.every_k import plan_every_k
 from dist_ckpt.planning.first_n import plan_first_n
 from dist_ckpt.planning.full import plan_full
-from dist_ckpt.planning.function import Function, recompute
+from dist_ckpt.planning.function import Function
+from dist_ckpt.planning.function import recompute as recompute
 from dist_ckpt.planning.measure import freed_bytes, measure_blocks
 from dist_ckpt.planning.nested import plan_nested
 from dist_ckpt.planning.offload import plan_offload

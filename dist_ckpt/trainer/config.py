@@ -123,6 +123,8 @@ class EngineConfig(Checked, section="engine"):
     replicas: Size = 1
     """fsdp2: groups of ranks that each hold the whole model, sharded within the group (HSDP). Must divide the number of
     ranks."""
+    allow_untested: bool = False
+    """Take a policy that no test has proven right under this engine, precision and compilation (docs/support.md)."""
 
     def check(self) -> None:
         if self.replicas > 1 and self.name is not EngineName.fsdp2:

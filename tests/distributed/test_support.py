@@ -1,0 +1,163 @@
+"""Every mode under every engine, precision and with compiled blocks: right to the bit, or refused.
+
+One test a combination; docs/support.md shows their outcomes. Compared with the same engine without a policy: losses,
+gradient norms and every gradient bitwise, names, and where nothing is compiled the exact saved bytes and FLOPs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_ckpt import Plan, make_plan, plan_cost
+from dist_ckpt.cost import PlanCost
+from dist_ckpt.engines import ENGINES, TrainingOptions
+from dist_ckpt.engines.support import Combination, combinations, modes_of, standing
+from dist_ckpt.errors import DistCkptError
+from dist_ckpt.flops import count_flops
+from dist_ckpt.names import named_parameters
+from dist_ckpt.plan import OpRule, Region, SaveRule
+from dist_ckpt.policy import POLICIES
+from dist_ckpt.trainer.models.config import ModelConfig
+from dist_ckpt.trainer.models.llama import Transformer
+from tests import support_page
+from tests.distributed.training import SMALL, Job, Outcome, build_engine, rows_of, train
+from tests.ranks import RankGroups
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "segments": {"k": 2},
+    "nested": {"k": 2, "inner": ["block", "attention"]},
+    "first_n": {"n": 2},
+}
+"""Where a mode's defaults would leave something of it untried on a model of three blocks."""
+
+MIXED = Plan(
+    blocks=("layers.0", "layers.1", "layers.2"),
+    regions=(
+        Region(("layers.0", "layers.1"), inner=(Region(("layers.0.feed_forward",)),)),
+        Region(("layers.2",), SaveRule(ops=(OpRule("save", "attention"),))),
+    ),
+    policy={"mode": "plan"},
+)
+"""What no single mode would plan."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a combination."""
+
+    outcome: Outcome
+    names: list[str]
+    flops: int | None
+    """Of one update, where nothing is compiled: a dispatch mode would have compiled blocks run uncompiled."""
+
+
+def run(rank: int, world: int, job: Job) -> Seen | str:
+    """Trains, or says why it is refused."""
+    try:
+        outcome = train(rank, world, job)
+    except DistCkptError as error:
+        return str(error)
+    engine = build_engine(job)
+    batches = [rows_of(job, 0, m, rank, world, SMALL["vocab_size"]) for m in range(job.accumulation)]
+    flops = None if job.options.get("compile") else count_flops(lambda: engine.train_step(batches))
+    return Seen(outcome, [name for name, _ in named_parameters(engine.model)], flops)
+
+
+def job_of(combination: Combination, folder: Path) -> Job:
+    path = folder / "plan.json"
+    path.write_text(MIXED.to_json(), encoding="utf-8")
+    options = {"path": str(path)} if combination.mode == "plan" else OPTIONS.get(combination.mode, {})
+    return Job(
+        combination.engine,
+        policy={"mode": combination.mode, **options},
+        model={"dropout": 0.1},
+        accumulation=2,
+        options={"precision": combination.precision, "compile": combination.compiled},
+    )
+
+
+def cost_of(job: Job) -> PlanCost:
+    """Of one micro-batch, on a model that is whole."""
+    model = Transformer(ModelConfig(**(SMALL | job.model)))
+    return plan_cost(model, make_plan(model, job.policy), rows_of(job, 0, 0, 0, 1, SMALL["vocab_size"]))
+
+
+@pytest.fixture(scope="module")
+def without_policy(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(engine, precision, compiled) → what each rank sees without a policy, computed once."""
+
+    @functools.cache
+    def see(engine: str, precision: str, compiled: bool) -> list[Any]:
+        job = job_of(Combination("none", engine, precision, compiled), tmp_path_factory.mktemp("none"))
+        return ranks(2).run(run, job, timeout_s=300)
+
+    return see
+
+
+def check(ranks: RankGroups, combination: Combination, without_policy: Any, folder: Path) -> None:
+    job = job_of(combination, folder)
+    found = ranks(2).run(run, job, timeout_s=300)
+    if standing(combination).verdict == "refused":
+        assert all(isinstance(one, str) and "compile" in one for one in found), found
+        return
+    for seen, expected in zip(
+        found, without_policy(combination.engine, combination.precision, combination.compiled), strict=True
+    ):
+        assert isinstance(seen, Seen), seen
+        assert seen.outcome.losses == expected.outcome.losses
+        assert seen.outcome.norms == expected.outcome.norms
+        assert seen.names == expected.names
+        for grads, plain in zip(seen.outcome.grads, expected.outcome.grads, strict=True):
+            assert grads.keys() == plain.keys() and len(plain) > 10
+            for name in plain:
+                assert torch.equal(grads[name], plain[name]), name
+        if not combination.compiled and combination.precision == "fp32":
+            cost = cost_of(job)
+            assert seen.flops == job.accumulation * cost.flops
+            assert {memory.activations for memory in seen.outcome.memory} == {cost.saved_bytes}
+
+
+QUICK = [c for c in combinations() if c.precision == "fp32" and not c.compiled]
+REST = [c for c in combinations() if c not in QUICK]
+
+
+@pytest.mark.parametrize("combination", QUICK, ids=support_page.identifier)
+def test_support(ranks: RankGroups, combination: Combination, without_policy: Any, tmp_path: Path) -> None:
+    check(ranks, combination, without_policy, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("combination", REST, ids=support_page.identifier)
+def test_support_of_the_rest(ranks: RankGroups, combination: Combination, without_policy: Any, tmp_path: Path) -> None:
+    check(ranks, combination, without_policy, tmp_path)
+
+
+def test_every_mode_is_in_the_table() -> None:
+    assert {combination.mode for combination in combinations()} == set(POLICIES)
+    assert standing(Combination("full", "deepspeed", "fp32", False)).verdict == "untested"
+    assert set(modes_of(MIXED)) == {"segments", "nested", "full", "selective", "plan"}
+
+
+def test_what_is_not_proven_is_refused() -> None:
+    plan = dataclasses.replace(make_plan(Transformer(ModelConfig(**SMALL)), "full"), policy={"mode": "handmade"})
+    for allowed in (False, True):
+        options = TrainingOptions(allow_untested=allowed)
+        problems = ENGINES["fsdp2"](options, torch.device("cpu"), lambda m, b: m(**b)).refuses(plan)
+        assert bool(problems) is not allowed
+        assert allowed or "handmade under fsdp2 in fp32: no test has proven it right" in problems[0]
+
+
+def test_the_page_says_what_the_tests_have_shown(request: pytest.FixtureRequest) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "support.md"
+    is_recording = request.config.getoption("record") is not None  # then the outcomes are being rewritten
+    expected = support_page.page(support_page.outcomes())
+    assert is_recording or page.read_text(encoding="utf-8") == expected, support_page.__doc__
+    shown = support_page.page({support_page.identifier(c): "passed" for c in combinations()})
+    assert shown.count("| proven") == sum(standing(c).verdict == "proven" for c in combinations())
+    assert "untested |" not in shown and "proven |" not in support_page.page({})
