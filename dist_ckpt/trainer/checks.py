@@ -17,13 +17,8 @@ def check_sections(config: Config) -> None:
         ConfigError: the first such pair.
     """
     train, model = config.train, config.model
-    if train.seq_len > model.max_seq_len:
-        raise ConfigError(f"train.seq_len={train.seq_len}: is above model.max_seq_len={model.max_seq_len}")
-    if config.data.kind in ("stdlib", "text") and model.vocab_size < 256:
-        raise ConfigError(
-            f"model.vocab_size={model.vocab_size}: data={config.data.kind} has one token per byte, so it must be at "
-            "least 256; data=synthetic takes any"
-        )
+    if model.kind == "decoder":
+        check_model_sizes(config, model.vocab_size, model.max_seq_len)
     if (config.engine.name, train.precision, train.accum_sync) == ("fsdp1", "bf16", "boundary"):
         # FSDP1 keeps unreduced gradients in the dtype it computes in.
         raise ConfigError(
@@ -32,6 +27,26 @@ def check_sections(config: Config) -> None:
         )
     if train.resume == "auto" and config.run_dir is None:
         raise ConfigError("train.resume=auto: needs run_dir, the folder to look in; without it each run has a new one")
+
+
+def check_model_sizes(config: Config, vocab_size: int, max_seq_len: int | None) -> None:
+    """Checks rows and tokens against what the model takes.
+
+    Args:
+        config: what is asked for.
+        vocab_size, max_seq_len: the model's own, which ``model=hf`` reads from a file.
+
+    Raises:
+        ConfigError: rows that are too long, or more tokens than the model knows.
+    """
+    data, seq_len = config.data.kind, config.train.seq_len
+    if max_seq_len is not None and seq_len > max_seq_len:
+        raise ConfigError(f"train.seq_len={seq_len}: is above model.max_seq_len={max_seq_len}")
+    if data in ("stdlib", "text") and vocab_size < 256:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size}: data={data} has one token per byte, so it must be at least 256; "
+            "data=synthetic takes any"
+        )
 
 
 def check(config: Config, world_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,11 @@ from dist_ckpt.memory.records import byte_unit, format_bytes
 from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
 from dist_ckpt.report.console import Console
-from dist_ckpt.trainer.checks import check_batch
+from dist_ckpt.trainer.checks import check_batch, check_model_sizes
 from dist_ckpt.trainer.config import Config, DeviceType, config_yaml
 from dist_ckpt.trainer.data import RowDataset, build_data
 from dist_ckpt.trainer.loop import Loop, differences
-from dist_ckpt.trainer.models.init import init_parameters
-from dist_ckpt.trainer.models.llama import Transformer
+from dist_ckpt.trainer.models.source import ModelSource, model_source
 from dist_ckpt.trainer.process import Place, Termination
 from dist_ckpt.trainer.run_folder import RunFolder
 
@@ -39,13 +39,17 @@ class Job:
     config: Config
     place: Place
     device: torch.device
-    model: Transformer
-    """On the meta device."""
+    source: ModelSource
     plan: Plan
     engine: DataParallelEngine
     """Not yet prepared."""
     train_rows: RowDataset
     validation_rows: RowDataset
+
+    @property
+    def model(self) -> nn.Module:
+        """On the meta device, until the engine has prepared it."""
+        return self.source.model
 
     @staticmethod
     def build(config: Config, place: Place, files: Files | None = None) -> Job:
@@ -58,19 +62,21 @@ class Job:
             DistCkptError: a part that cannot be built from this configuration, on this machine.
         """
         device = run_device(config, place)
-        model = build_model(config)
-        plan = make_plan(model, config.ckpt)
-        engine = build_engine(config, device)
+        source = model_source(config.model, config.train.seed)
+        check_model_sizes(config, source.vocab_size, source.max_seq_len)
+        sample = Sample.of(config, source)
+        plan = make_plan(sample.model, config.ckpt, sample.batch, sample.loss)
+        engine = build_engine(config, device, source)
         if problems := engine.refuses(plan):
             raise PlanError("; ".join(problems))
-        vocab_size, train = config.model.vocab_size, config.train
+        vocab_size, train = source.vocab_size, config.train
         train_rows, validation_rows = build_data(
             config.data, vocab_size=vocab_size, seq_len=train.seq_len, seed=train.seed, files=files
         )
         check_batch(config, place.world_size, train_rows.num_rows)
         if config.train.eval_every:
             validation_rows.require_rows()
-        return Job(config, place, device, model, plan, engine, train_rows, validation_rows)
+        return Job(config, place, device, source, plan, engine, train_rows, validation_rows)
 
     def forecast(self) -> str:
         """The output of a dry run: the run in one line, the plan and its cost."""
@@ -83,7 +89,7 @@ class Job:
                 f"run: {parameters:,} parameters, {config.engine.name} on {ranks} rank{'s'[: ranks != 1]}, "
                 f"{rows:,} rows of {config.train.seq_len:,} tokens an update",
                 str(self.plan),
-                f"cost: {cost_of(config, self.model, self.plan)}",
+                f"cost: {Sample.of(config, self.source).cost(self.plan)}",
                 f"data: {self.train_rows.description}",
             )
         )
@@ -104,8 +110,7 @@ def train(job: Job, folder: RunFolder) -> bool:
     console.say(f"run folder: {folder.path}")
     console.say(str(job.plan))
     console.say(f"data: {job.train_rows.description}")
-    # Dropout: each rank its own stream.
-    torch.manual_seed((config.train.seed * 1_000_003 + place.rank) % 2**63)
+    seed_rank(config, place.rank)
     job.engine.prepare(job.model, job.plan)
     if config.train.accum_sync == "boundary" and (nbytes := job.engine.accumulation_cost_bytes()):
         unit = byte_unit([nbytes])
@@ -125,6 +130,11 @@ def train(job: Job, folder: RunFolder) -> bool:
             console.say(f"activations may be higher than shown: what {', '.join(opaque)} may hold cannot be counted")
     console.say(loop.summary())
     return done
+
+
+def seed_rank(config: Config, rank: int) -> None:
+    """Seeds what draws random numbers in a step, dropout: each rank has its own stream."""
+    torch.manual_seed((config.train.seed * 1_000_003 + rank) % 2**63)
 
 
 def _check_same_data(job: Job) -> None:
@@ -173,30 +183,37 @@ def run_device(config: Config, place: Place) -> torch.device:
     return torch.device("cpu")
 
 
-def build_model(config: Config) -> Transformer:
-    """The model on the meta device: shapes without memory."""
-    with torch.device("meta"):
-        return Transformer(config.model)
+@dataclass(frozen=True)
+class Sample:
+    """A micro-batch of this run for measuring: shapes alone, in the run's precision."""
+
+    model: nn.Module
+    batch: dict[str, Tensor]
+    loss: Callable[[nn.Module, Batch], Tensor]
+
+    @staticmethod
+    def of(config: Config, source: ModelSource) -> Sample:
+        model = source.model
+        autocast = config.engine.name == "ddp" and config.train.precision == "bf16"
+        if config.train.precision == "bf16" and not autocast:  # FSDP gathers low-precision copies of the parameters
+            model = copy.deepcopy(model)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        shape = (config.train.micro_batch, config.train.seq_len)
+        batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
+
+        def loss(module: nn.Module, inputs: Batch) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return source.loss_sum(module, inputs)
+
+        return Sample(model, batch, loss)
+
+    def cost(self, plan: Plan) -> PlanCost:
+        """What the plan costs on it; the model is left as it is."""
+        return plan_cost(self.model, plan, self.batch, self.loss)
 
 
-def cost_of(config: Config, model: Transformer, plan: Plan) -> PlanCost:
-    """What the plan costs on one micro-batch of this run, in the run's precision; the model is left as it is."""
-    autocast = config.engine.name == "ddp" and config.train.precision == "bf16"
-    if config.train.precision == "bf16" and not autocast:  # FSDP gathers low-precision copies of the parameters
-        model = copy.deepcopy(model)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-    shape = (config.train.micro_batch, config.train.seq_len)
-    batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
-
-    def loss(module: nn.Module, inputs: Batch) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return module(**inputs)
-
-    return plan_cost(model, plan, batch, loss)
-
-
-def build_engine(config: Config, device: torch.device) -> DataParallelEngine:
+def build_engine(config: Config, device: torch.device, source: ModelSource) -> DataParallelEngine:
     """The run's engine, not yet prepared."""
     train, sync = config.train, config.train.accum_sync
     optimizer = OptimizerOptions(
@@ -215,16 +232,9 @@ def build_engine(config: Config, device: torch.device) -> DataParallelEngine:
         accum_sync=None if sync is None else "every" if sync == "every" else "boundary",
         compile=train.compile,
         replicas=config.engine.replicas,
+        allow_untested=config.engine.allow_untested,
         optimizer=optimizer,
         check_gradients=train.check_gradients,
     )
 
-    def initialize(model: nn.Module) -> None:
-        whole = next(m for m in model.modules() if isinstance(m, Transformer))
-        whole.init_buffers()
-        init_parameters(whole, train.seed, config.model.n_layers)
-
-    def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-        return model(**batch)
-
-    return ENGINES[config.engine.name](options, device, loss_sum, initialize)
+    return ENGINES[config.engine.name](options, device, source.loss_sum, source.initialize)

@@ -151,8 +151,8 @@ def test_python_may_give_plain_names_and_whole_numbers() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_choice_loads_and_comes_back_from_yaml(group: str) -> None:
     for name in group_choices(group):
-        glob = ["data.glob='*.txt'"] if name in ("text", "tokens") else []
-        config = load_config([f"{group}={name}", *glob])
+        needed = {"text": "data.glob='*.txt'", "tokens": "data.glob='*.bin'", "hf": "model.path=folder"}.get(name)
+        config = load_config([f"{group}={name}", *([needed] if needed else [])])
         assert config_from_yaml(config_yaml(config)) == config
 
 

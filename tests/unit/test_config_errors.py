@@ -29,7 +29,7 @@ MISTAKES: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("ckpt=${engine.name}", ("no such choice",)),
     ("engine=fsdp3", ("engine=fsdp3", "did you mean 'fsdp2'?", "Valid: ddp, fsdp1, fsdp2")),
     ("engine=null", ("engine=null", "Valid: ddp, fsdp1, fsdp2")),
-    ("model=tinny", ("did you mean 'tiny'?", "gpt2_small, gpt2_xl, llama_70b, llama_7b, tiny")),
+    ("model=tinny", ("did you mean 'tiny'?", "gpt2_small, gpt2_xl, hf, llama_70b, llama_7b, tiny")),
     ("model=7", ("model=7", "llama_7b")),
     ("data=txt", ("did you mean 'text'?", "stdlib, synthetic, text, tokens")),
     ("device=gpu", ("auto, cpu, cuda",)),

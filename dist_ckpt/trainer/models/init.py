@@ -41,8 +41,14 @@ def init_parameters(model: nn.Module, seed: int, n_layers: int, prefix: str = ""
         prefix: the name of ``model`` inside the whole model, with its dot, where only a part is initialised.
     """
     for name, parameter in named_parameters(model):
-        value = initial_value(prefix + name, parameter.shape, seed, n_layers).to(parameter.dtype)
-        if isinstance(parameter, DTensor):
-            # Without a source rank nothing is communicated: each rank keeps its part of what it computed itself.
-            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.copy_(value)
+        fill(parameter, initial_value(prefix + name, parameter.shape, seed, n_layers))
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, value: Tensor) -> None:
+    """Copies a whole value into a tensor; a sharded one (DTensor) gets its own part of it."""
+    value = value.to(tensor.dtype)
+    if isinstance(tensor, DTensor):
+        # Without a source rank nothing is communicated: each rank keeps its part of what it computed itself.
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(value)
