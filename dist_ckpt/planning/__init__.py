@@ -108,7 +108,7 @@ def make_plan(
 
 
 @overload
-def apply(
+def apply(  # type: ignore[overload-overlap]  # a model is a callable too
     model: nn.Module, policy: PolicySpec, batch: ModelInput | None = None, loss_fn: LossFn | None = None
 ) -> Plan: ...
 

@@ -71,7 +71,18 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", {"mode": "selective_attention", "modules": ["norm"]}])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full",
+        "selective",
+        {"mode": "selective_attention", "modules": ["norm"]},
+        {"mode": "segments", "k": 2},
+        {"mode": "nested", "k": 2, "inner": ["block", "norm"]},
+        {"mode": "nested", "k": 3, "inner": "norm"},
+    ],
+    ids=str,
+)
 def test_batch_norm_statistics_are_updated_once(policy: Any) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(ConvBlock() for _ in range(3)), nn.Flatten(), nn.Linear(4 * 25, 2))
