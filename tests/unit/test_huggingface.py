@@ -136,6 +136,7 @@ def test_prefix_tuning_hands_blocks_a_filled_cache_and_is_refused() -> None:
         model(**batch_for("llama"))
 
 
+@pytest.mark.full
 def test_costs_are_computed_for_models_on_meta() -> None:
     with torch.device("meta"):
         model = build("llama")
