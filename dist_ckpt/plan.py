@@ -34,11 +34,13 @@ class OpRule:
     op: str
     """A logical name (``matmul``, ``attention``, …) or an operator (``aten.mm.default``); see :mod:`dist_ckpt.ops`."""
     within: str = "*"
-    """Glob over the modules inside the region, relative to it, whose calls are meant. ``*`` alone: all of them."""
+    """Glob over the modules inside the region, relative to it: calls in a matching module, and in modules below it, are
+    meant. ``*`` alone: anywhere, the region's own module included."""
     calls: tuple[int, ...] = ()
-    """Which matches of a forward of the region are meant, counted from 0; none named means all."""
+    """Which matches of a forward of the region are meant, counted from 0 among those that no rule before this one has
+    taken; none named means all."""
     every: int = 1
-    """Of the matches every n-th is meant, from the first; the rule says nothing about the others."""
+    """Of the matches, counted alike, every n-th is meant, from the first; the rule says nothing about the others."""
     required: bool = True
     """A required rule that matched no call in the first forward of its region is an error."""
 
@@ -52,14 +54,21 @@ class OpRule:
         is_part = self.within != "*" or self.calls or self.every > 1
         if self.op == EVERYTHING and (self.action != "offload" or is_part):
             raise PlanError(f"op rule {self}: only 'offload' takes every operation, and of the whole region")
+        if not self.within:
+            raise PlanError(f"op rule for {self.op!r}: within is empty; '*' means anywhere in the region")
         if any(type(call) is not int or call < 0 for call in self.calls):
             raise PlanError(f"op rule for {self.op!r}: calls are counted from 0, not {list(self.calls)}")
 
-    def __str__(self) -> str:
+    @property
+    def subject(self) -> str:
+        """What the rule is about, without its action."""
         calls = f" calls {', '.join(map(str, self.calls))}" if self.calls else ""
         calls += f" every {self.every}" if self.every > 1 else ""
         within = f" within {self.within}" if self.within != "*" else ""
-        return f"{self.action} {self.op}{calls}{within}" + ("" if self.required else " if present")
+        return f"{self.op}{calls}{within}"
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.subject}" + ("" if self.required else " if present")
 
 
 @dataclass(frozen=True)

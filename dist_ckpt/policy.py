@@ -115,24 +115,25 @@ class SelectivePolicy(BlockPolicy):
     """Inside each block, keep the results of operations that are expensive to recompute and recompute the rest.
 
     Kept by default: matrix products, convolutions, attention kernels, collectives, ``topk`` (a routing decision that
-    changed in the recompute would change gradients) and copies to the host. A kept result that the recompute never
-    needs (the last matrix product of an MLP, whose output no backward formula reads) is dropped when the block's
-    forward ends, so it costs nothing.
+    changed in the recompute would change gradients), copies to the host, and what fp8 scaling factors are made of. A
+    kept result that the recompute never needs (the last matrix product of an MLP, whose output no backward formula
+    reads) is dropped when the block's forward ends, so it costs nothing. One that is edited in place is copied first.
     """
 
     mode: ClassVar[str] = "selective"
 
     save: tuple[str, ...] | None = None
     """Operations whose results are kept: logical names (``matmul``, ``convolution``, ``attention``, ``collective``,
-    ``topk``, ``d2h``) or operators (``mm``, ``aten.mm``, ``torch.ops.aten.mm.default``). Each must occur in the
-    blocks. null: all of the logical names, of which at least one must occur."""
+    ``topk``, ``d2h``, ``amax``) or operators (``mm``, ``aten.mm``, ``torch.ops.aten.mm.default``). Each must occur in
+    the blocks. null: all of the logical names, of which at least one must occur."""
     offload: tuple[str, ...] = ()
-    """Operations whose results wait in host memory instead; they take precedence over ``save``."""
+    """Operations whose results wait in host memory instead; they take precedence over ``save``, and each must occur."""
     every_nth_matmul: Size = 1
-    """Keep every n-th matrix product only, the first one of each region first, and recompute the others."""
+    """Keep every n-th matrix product only, the first one of each region first, and recompute the others. Those of
+    ``recompute_matmuls_of`` are not counted."""
     recompute_matmuls_of: str | tuple[str, ...] = ()
-    """Globs over module names relative to the block, whose matrix products are recomputed: ``feed_forward.w2``. Each
-    must match in at least one block."""
+    """Globs over module names relative to the block, whose matrix products are recomputed: ``feed_forward.w2``; or
+    ``attention``, ``mlp``. Each must match in at least one block."""
 
     def check(self) -> None:
         if self.save is not None and not self.save and not self.offload:

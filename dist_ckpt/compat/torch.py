@@ -19,12 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves
 
 
 class UnsupportedTorch(RuntimeError):
     """This torch version lacks a private attribute that the package reads."""
+
+
+SavedTensor: Any = torch._C._autograd.SavedTensor
+"""A handle of something that autograd saves; its ``unpack()`` gives the tensor back."""
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
@@ -249,7 +252,7 @@ def frame_inputs(frame: Any) -> Iterator[Any]:
     if not hasattr(frame, "saved_args"):
         raise UnsupportedTorch(f"torch {torch.__version__}: checkpoint frames keep their inputs elsewhere")
     for leaf in tree_leaves(frame.saved_args):
-        if isinstance(leaf, (Tensor, torch._C._autograd.SavedTensor)):
+        if isinstance(leaf, (Tensor, SavedTensor)):
             yield leaf
     if isinstance(frame, Frame):
         return
@@ -270,27 +273,3 @@ def frame_cache(frame: Any) -> Iterator[Any]:
         for entries in cache.values():
             for entry in entries.values() if isinstance(entries, dict) else entries:
                 yield from (getattr(leaf, "val", leaf) for leaf in tree_leaves(entry))
-
-
-def kept_result(out: Any) -> Any:
-    """What an op-level cache keeps of a result: aliases that hold no graph, each with its version."""
-    return tree_map(lambda x: _checkpoint._VersionWrapper(_checkpoint._detach_helper(x)), out)
-
-
-def result_of(entry: Any) -> Any:
-    """The result again; raises RuntimeError if a tensor was edited in place since it was kept."""
-    return tree_map(lambda x: x.get_val(allow_cache_entry_mutation=False), entry)
-
-
-def checked_contexts(decide: Callable[..., Any], check: Callable[[], None]) -> Any:
-    """torch's selective-checkpoint contexts for compiled code, with a check when the traced forward ends."""
-    caching, cached = create_selective_checkpoint_contexts(decide)
-
-    class Checked(type(caching)):  # type: ignore[misc]
-        def __exit__(self, *exception: Any) -> None:
-            super().__exit__(*exception)
-            if exception[0] is None:
-                check()
-
-    caching.__class__ = Checked
-    return caching, cached

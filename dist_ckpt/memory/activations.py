@@ -103,7 +103,7 @@ class _Walk:
             for item in torch_private.frame_inputs(frame):
                 self.inputs += self._keep(item, frames)
         for frame in frames:
-            self.cached += sum(self._add(item) for item in torch_private.frame_cache(frame))
+            self.cached += sum(self._keep(item, frames) for item in torch_private.frame_cache(frame))
 
     def _add(self, item: Any) -> int:
         """Counts a tensor, or what stands for one; anything else is nothing."""
@@ -120,7 +120,7 @@ class _Walk:
 
     def _keep(self, item: Any, frames: list[Any]) -> int:
         """Counts one saved tensor or handle; a handle of a checkpoint leads to its frame instead."""
-        if isinstance(item, Tensor):
+        if not isinstance(item, torch_private.SavedTensor):
             return self._add(item)
         if item.unpack_hook is None or isinstance(item.data, Packed):
             return self._add(item.data)

@@ -25,7 +25,7 @@ from dist_ckpt.guards.forward_state import ForwardState, buffers_of
 from dist_ckpt.names import InPlaceWrapper, own_class
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.offload import Offloader
-from dist_ckpt.wrap.oplevel import compiled_contexts, eager_contexts
+from dist_ckpt.wrap.oplevel import RULES, compiled_contexts, eager_contexts
 from dist_ckpt.wrap.segment import Segment, run_again
 from dist_ckpt.wrap.span import Forward, new_frame, run_part
 
@@ -37,7 +37,7 @@ _COMPILED_FORWARD = "_dist_ckpt_compiled_forward"
 _UNCOMPILED = "_dist_ckpt_why_uncompiled"
 _OFFLOADER = "_dist_ckpt_offloader"
 _COPIED = frozenset({_SEGMENT, _OFFLOADER})
-_ADDED = _COPIED | {_REGION, _AGAIN, _COMPILED, _COMPILED_FORWARD, _UNCOMPILED}
+_ADDED = _COPIED | {_REGION, _AGAIN, _COMPILED, _COMPILED_FORWARD, _UNCOMPILED, RULES}
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 """Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
 
@@ -98,7 +98,8 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
         if region.save.offloads_everything:
             with _offloader(self).hooks(self):
                 return run(*args, **kwargs)
-        contexts = eager_contexts(region) if region.save.ops else (nullcontext(), None)
+        offloader = self.__dict__.get(_OFFLOADER)
+        contexts = eager_contexts(region, self, offloader) if region.save.ops else (nullcontext(), None)
         state = ForwardState(self, contexts[1])
         frame = new_frame(region)
         frame.caches.append(state.storage)
@@ -122,10 +123,17 @@ def _keeping(module: nn.Module, region: Region) -> AbstractContextManager[Any]:
 def _run_compiled(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The forward as the compiler traces it, which knows torch's own checkpoint and nothing else."""
     if problem := module.__dict__[_UNCOMPILED]:
-        raise PlanError(problem)
+        _refuse(problem)
     if not _CHECKPOINT_OPTIONS.isdisjoint(kwargs):
         run, kwargs = functools.partial(run, **kwargs), {}
     return checkpoint(run, *args, use_reentrant=False, **module.__dict__[_COMPILED], **kwargs)
+
+
+@torch.compiler.disable
+def _refuse(problem: str) -> None:
+    """Raises when the compiled code runs: an error that is raised while tracing has the compiler fall back silently,
+    and compile what lies inside the region by itself."""
+    raise PlanError(problem)
 
 
 @functools.cache
@@ -136,7 +144,7 @@ def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
         if _AGAIN in self.__dict__ or not _must_recompute(self):
             return run(*args, **kwargs)
         if torch.compiler.is_compiling():
-            raise PlanError(
+            _refuse(
                 f"a {cls.__name__} is part of a segment, whose blocks share one frame that compiled code does not "
                 "see: do not compile it, or choose a mode that works block by block"
             )
@@ -185,8 +193,8 @@ def _remember(module: nn.Module, region: Region) -> None:
     module.__dict__[_REGION] = region
     # Made now, because a compiler that traces the forward cannot look up operators by name.
     options: dict[str, Any] = {"preserve_rng_state": region.preserve_rng_state}
-    if region.save.ops:
-        options["context_fn"] = compiled_contexts(region)
+    if region.save.ops and not region.save.offloads_everything:
+        options["context_fn"] = compiled_contexts(region, module)
     module.__dict__[_COMPILED] = options
     is_filled = "_modules" in module.__dict__  # not yet, while a copy is being made
     module.__dict__[_UNCOMPILED] = _why_uncompiled(module, region) if is_filled else None

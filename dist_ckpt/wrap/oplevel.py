@@ -1,194 +1,185 @@
 """Op-level regions: which results of a forward are kept while the rest is recomputed.
 
 The two contexts here do for eager code what torch's selective checkpointing does, with what policies need besides:
-rules by name, counted anew in each forward of each region; results that the recompute never reaches are not kept; a
-rule that matches nothing is an error. Operations that no rule names pass straight through, so that they cost one
-dictionary look-up instead of a cache entry each.
+rules by name, by module and by count; results that the recompute never reaches are not kept; a rule that matches
+nothing is an error; edits in place and further backwards are right. Operations that no rule names pass straight
+through, so that they cost one dictionary look-up instead of a cache entry each.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from torch._ops import OpOverload
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dist_ckpt.compat import torch as torch_private
+from dist_ckpt.compat import dispatch as torch_private
+from dist_ckpt.compat.torch import current_frame, frame_packed_count, frame_stops_early
 from dist_ckpt.errors import PlanError
-from dist_ckpt.ops import is_host_copy, resolve_op
-from dist_ckpt.plan import OpRule, Region
+from dist_ckpt.plan import Region
+from dist_ckpt.wrap.kept import GeneratorState, Kept, Results, given
+from dist_ckpt.wrap.offload import Offloader
+from dist_ckpt.wrap.rules import Matches, Rules
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""What ``torch.utils.checkpoint`` runs a region's forward and its recompute under."""
-
-_RECOMPUTE = object()
-_USED = object()
-
-
-def eager_contexts(region: Region) -> Contexts:
-    """The contexts of one forward of a region. No count is shared by layers, micro-batches or a later forward."""
-    keeping = Keeping(region)
-    return keeping, Replaying(keeping.storage)
+RULES = "_dist_ckpt_op_rules"
+"""Where a module holds its region's :class:`Rules`."""
 
 
-def compiled_contexts(region: Region) -> Callable[[], Contexts]:
-    """The region's ``context_fn`` under ``torch.compile``, where the compiler drops what backward does not need."""
-    return functools.partial(_compiled_contexts, region)
+class Contexts(NamedTuple):
+    """What a region's forward and its recompute run under."""
+
+    forward: Keeping
+    recompute: Replaying
 
 
-def _compiled_contexts(region: Region) -> Contexts:
-    """Runs while the region is traced, so that a rule that matches nothing stops the compilation."""
-    table, matched, seen = _rule_table(region), set[int](), set[Any]()
-
-    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        seen.add(op)
-        for number in table.get(op, ()):
-            rule = region.save.ops[number]
-            if _applies(rule, args, ctx.op_output):
-                matched.add(number)
-                return CheckpointPolicy.MUST_SAVE if rule.action == "save" else CheckpointPolicy.MUST_RECOMPUTE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return torch_private.checked_contexts(decide, lambda: check_rules(region, matched, seen))
-
-
-def _applies(rule: OpRule, args: Any, out: Any) -> bool:
-    """Whether a rule that names a call's operator is about this call: copies count where they go to the host."""
-    return rule.op != "d2h" or is_host_copy(args, out)
-
-
-def check_rules(region: Region, matched: set[int], seen: set[Any]) -> None:
-    """Raises PlanError if a rule matched no call in a forward of its region.
+def eager_contexts(region: Region, module: nn.Module | None = None, offloader: Offloader | None = None) -> Contexts:
+    """The contexts of one forward of a region. No count is shared by layers, micro-batches or a later forward.
 
     Args:
-        matched: numbers of the rules that did match.
-        seen: the operators that ran, for the message.
+        module: the region's, which also remembers what need not be done in each forward.
+        offloader: where results go that a rule offloads; without one, an offloader of this forward's own.
     """
-    rules = region.save.ops
-    missing = [r.op for number, r in enumerate(rules) if r.required and number not in matched]
-    if matched and not missing:
-        return
-    names = ", ".join(missing or [rule.op for rule in rules])
-    ran = ", ".join(sorted(map(str, seen))) or "(none)"
-    raise PlanError(
-        f"op rules that matched no call in the forward of {' + '.join(region.modules)}: {names}. "
-        f"Operations that did run there: {ran}"
-    )
+    rules = Rules(region) if module is None else _rules_of(module, region)
+    keeping = Keeping(rules, offloader)
+    return Contexts(keeping, Replaying(rules, keeping.storage))
 
 
-@functools.lru_cache(maxsize=1024)
-def _rule_table(region: Region) -> Mapping[OpOverload, tuple[int, ...]]:
-    """For each operator the numbers of the rules that name it, in order."""
-    table: dict[OpOverload, tuple[int, ...]] = {}
-    for number, rule in enumerate(region.save.ops):
-        for op in resolve_op(rule.op):
-            table[op] = (*table.get(op, ()), number)
-    return table
+def _rules_of(module: nn.Module, region: Region) -> Rules:
+    rules: Rules | None = module.__dict__.get(RULES)
+    if rules is None or rules.region is not region:
+        rules = module.__dict__[RULES] = Rules(region, module)
+    return rules
 
 
-class Keeping(TorchDispatchMode):
-    """Runs a region's forward and files the results that its rules keep."""
+def compiled_contexts(region: Region, module: nn.Module | None = None) -> Callable[[], Any]:
+    """The region's ``context_fn`` under ``torch.compile``, where the compiler drops what backward does not need."""
+    return functools.partial(_compiled_contexts, _Traced(region, module))
 
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.storage: dict[OpOverload, list[Any]] = {}
-        """For each operator that a rule names, an entry a call: what is kept of it, or a mark to recompute it."""
-        self._region = region
-        self._rules = _rule_table(region)
-        self._matched: set[int] = set()
-        self._kept: list[tuple[OpOverload, int, int]] = []  # operator, call, tensors packed before the call
-        self._seen: set[Any] = set()
+
+class _Traced:
+    """Carries rules into code that is being compiled: dynamo takes apart what a partial holds, but not this."""
+
+    def __init__(self, region: Region, module: nn.Module | None) -> None:
+        self.rules = Rules(region, module)
+
+
+def _compiled_contexts(traced: _Traced) -> Any:
+    """Runs while the region is traced, so that a rule that matches nothing stops the compilation."""
+    rules = traced.rules
+    if any(rule.action == "offload" for rule in rules.region.save.ops):
+        raise PlanError(
+            f"op rules of {' + '.join(rules.region.modules)} offload results, which compiled code does not do: do not "
+            "compile it, or keep those results on the device"
+        )
+    matches, called = Matches(rules, torch_private.traced_module), set[Any]()
+
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        named = rules.table.get(op)
+        if named is None or not named.means(op, args, kwargs):
+            rules.arguments_written(op)
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        called.add(op)
+        rule = matches.rule_for(named.numbers, op, args, kwargs)
+        if rule is None:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if rule.action == "save" else CheckpointPolicy.MUST_RECOMPUTE
+
+    return torch_private.checked_contexts(decide, lambda: matches.check(called))
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled code inside the region is one operation of its own here, as in torch's own modes."""
         return True
 
+
+class Keeping(_Mode):
+    """Runs a region's forward and files the results that its rules keep."""
+
+    def __init__(self, rules: Rules, offloader: Offloader | None = None) -> None:
+        super().__init__()
+        self.storage = Results()
+        self._rules = rules
+        self._matches = Matches(rules, torch_private.calling_module)
+        self._offloader = offloader
+
     def __enter__(self) -> Keeping:
-        self._frame = torch_private.current_frame()
+        self._frame = current_frame()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
+        frame = self._frame
+        del self._frame
         super().__exit__(*exception)
         if exception[0] is None:
-            check_rules(self._region, self._matched, {*self._seen, *self.storage})
-            self._drop_unreached()
-        del self._frame
+            if not self._rules.were_met:
+                self._matches.check(self.storage)
+            if frame_stops_early(frame):
+                self.storage.drop_unreached(frame_packed_count(frame))
+            self.storage.settle(frame, lambda: self._offloader or Offloader())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        named = self._rules.table.get(func)
+        if named is None or not named.means(func, args, kwargs):
+            written = self._rules.arguments_written(func)
+            if written and self.storage:
+                self.storage.before_edit(given(written, args, kwargs))
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        numbers = self._rules.get(func)
-        if numbers is None:
-            self._seen.add(func)
+        rule = self._matches.rule_for(named.numbers, func, args, kwargs)
+        if rule is None or rule.action == "recompute":
+            self.storage.skip(func)
         else:
-            self._file(func, numbers, args, out)
+            noted = GeneratorState(_device(out)) if self._rules.must_note_generator(func, args, kwargs) else None
+            self.storage.keep(func, rule.action, out, frame_packed_count(self._frame), noted)
         return out
 
-    def _file(self, op: OpOverload, numbers: tuple[int, ...], args: Any, out: Any) -> None:
-        calls = self.storage.setdefault(op, [])
-        for number in numbers:
-            rule = self._region.save.ops[number]
-            if not _applies(rule, args, out):
-                continue
-            self._matched.add(number)
-            if rule.action == "save":
-                self._kept.append((op, len(calls), torch_private.frame_packed_count(self._frame)))
-                calls.append(torch_private.kept_result(out))
-                return
-            break
-        calls.append(_RECOMPUTE)
 
-    def _drop_unreached(self) -> None:
-        """Frees results of calls that come after the last tensor that backward needs.
-
-        The recompute stops there, so it never asks for them: the last matrix product of an MLP, whose output is only
-        added to the residual stream, is the common case.
-        """
-        if torch_private.frame_stops_early(self._frame):
-            last = torch_private.frame_packed_count(self._frame)
-            for op, call, packed in self._kept:
-                if packed == last:
-                    self.storage[op][call] = _RECOMPUTE
+def _device(out: Any) -> torch.device:
+    return next((leaf.device for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
-class Replaying(TorchDispatchMode):
-    """Runs a region's recompute and hands out what was kept, call by call, once."""
+class Replaying(_Mode):
+    """Runs a region's recompute and hands out what was kept, call by call."""
 
-    def __init__(self, storage: dict[OpOverload, list[Any]]) -> None:
+    def __init__(self, rules: Rules, storage: Results) -> None:
         super().__init__()
         self.storage = storage
-        self._calls: dict[OpOverload, Iterator[int]] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As in :class:`Keeping`."""
-        return True
+        self._rules = rules
+        self._left: dict[Any, list[Kept | None]] = {}
 
     def __enter__(self) -> Replaying:
-        self._calls = {op: iter(range(len(calls))) for op, calls in self.storage.items()}
+        # Before the mode is active: to bring a result back may run operations, or an outer region's recompute.
+        self._left = self.storage.take()
         return super().__enter__()
 
+    def __exit__(self, *exception: Any) -> None:
+        self._left = {}
+        super().__exit__(*exception)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        calls = self._calls.get(func)
-        if calls is None:
-            return func(*args, **(kwargs or {}))
-        call = next(calls, None)
-        if call is None:
+        kwargs = kwargs or {}
+        named = self._rules.table.get(func)
+        if named is None or not named.means(func, args, kwargs):
+            return func(*args, **kwargs)
+        left = self._left.get(func)
+        if not left:
             raise RuntimeError(
-                f"{func} runs more often in the recompute than in the forward: the region does not do the same twice"
+                f"{func} runs more often in the recompute than in the forward of "
+                f"{' + '.join(self._rules.region.modules)}: the region does not do the same twice"
             )
-        entry = self.storage[func][call]
-        if entry is _RECOMPUTE:
-            return func(*args, **(kwargs or {}))
-        if entry is _USED:
-            raise RuntimeError(
-                "a second backward through a region with op rules: its kept results are freed by the first one. Use a "
-                "policy without op rules, or run the forward again"
-            )
-        self.storage[func][call] = _USED
-        return torch_private.result_of(entry)
+        entry = left.pop()
+        if entry is None:
+            return func(*args, **kwargs)
+        if entry.generator is not None:
+            entry.generator.restore()
+        return entry.out

@@ -6,13 +6,11 @@ import json
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 from torch import nn
 
 from dist_ckpt.blocks import find_blocks, glob_match
 from dist_ckpt.errors import PlanError
-from dist_ckpt.ops import LOGICAL_OPS, resolve_op
 from dist_ckpt.plan import OpRule, Plan, Region, SaveRule, fold_names
 from dist_ckpt.planning import apply, make_plan
 from dist_ckpt.policy import POLICIES, EveryKPolicy, NoPolicy, SelectivePolicy, policy_from
@@ -110,23 +108,6 @@ def test_blocks_that_are_not_there_are_an_error_that_lists_the_classes() -> None
 )
 def test_globs_keep_to_their_level(name: str, pattern: str, matches: bool) -> None:
     assert glob_match(name, pattern) is matches
-
-
-def test_operations_have_many_spellings() -> None:
-    mm = torch.ops.aten.mm
-    for name in ("mm", "aten.mm", "torch.ops.aten.mm"):
-        assert resolve_op(name) >= {mm.default}
-    assert resolve_op("torch.ops.aten.mm.default") == resolve_op("aten.mm.default") == {mm.default}
-    assert resolve_op("matmul") >= {mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in resolve_op("attention")
-    assert torch.ops.aten._scaled_dot_product_efficient_attention.default in resolve_op("attention")
-    assert all(resolve_op(name) for name in LOGICAL_OPS)
-
-
-@pytest.mark.parametrize("name", ["matmull", "aten.nothing", "a b", "torch.nn.Linear", ""])
-def test_unknown_operations_are_an_error(name: str) -> None:
-    with pytest.raises(PlanError, match="no operation"):
-        make_plan(Stack(), {"mode": "selective", "save": [name]})
 
 
 def test_full_and_every_k() -> None:
