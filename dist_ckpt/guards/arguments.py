@@ -79,8 +79,9 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Any]:
         yield len(value)
         for inside in value:
             yield from _walk(inside, seen)
-    for inside in getattr(value, "__dict__", {}).values():
-        yield from _walk(inside, seen)
+    slots = (name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
+    for name in (*getattr(value, "__dict__", {}), *slots):
+        yield from _walk(getattr(value, name, None), seen)
 
 
 def _same(before: list[Any], after: list[Any]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,23 +29,33 @@ def caching_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def switch_off_caches(model: nn.Module) -> None:
     """Lets no forward in training make a cache that its caller does not ask for."""
     for _, module in caching_modules(model):
-        module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        position = _position(module)
+        assert position is not None, "checked by caching_modules"
+        module.register_forward_pre_hook(WithoutCache(position), with_kwargs=True)
 
 
 def leave_caches_alone(model: nn.Module) -> None:
     """Undoes :func:`switch_off_caches`."""
     for module in model.modules():
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _without_cache]:
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, WithoutCache)]:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
-def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    position = _position(module)
-    is_given = position is not None and len(args) > position
-    # What was asked for by name is not overruled: it is refused where a block changes its argument.
-    if not (module.training and torch.is_grad_enabled()) or is_given or kwargs.get("use_cache") is not None:
-        return None
-    return args, {**kwargs, "use_cache": False}
+@dataclass(frozen=True)
+class WithoutCache:
+    """A forward pre-hook; a class, so that a model with it can be pickled."""
+
+    position: int
+    """Of ``use_cache`` among the positional arguments."""
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # What a caller asks for is not overruled: it is refused where a block changes its argument.
+        is_asked_for = len(args) > self.position or kwargs.get("use_cache") is not None
+        if is_asked_for or not (module.training and torch.is_grad_enabled()):
+            return None
+        return args, {**kwargs, "use_cache": False}
 
 
 def _position(module: nn.Module) -> int | None:

@@ -28,13 +28,18 @@ def refuse_other_checkpointing(module: nn.Module) -> None:
                 "gradient_checkpointing=False), on a model model.activation_checkpointing_disable()"
             )
     running = running_frame()
-    # A reentrant checkpoint runs its forward without gradients, and first shows in backward.
-    if in_bare_backward() if running is None else not isinstance(running[0], Frame):
+    name = own_class(module).__name__
+    if running is not None and not isinstance(running[0], Frame):
+        raise PlanError(f"another activation checkpoint runs around a recomputed {name}. {_REMEDY}: {_OTHERS}")
+    if running is None and in_bare_backward():  # its forward ran without gradients, so that nothing showed
         raise PlanError(
-            f"another activation checkpoint runs around a recomputed {own_class(module).__name__}. {_REMEDY}: a "
-            "trainer's (accelerate: FullyShardedDataParallelPlugin(activation_checkpointing=False), Lightning: "
-            "FSDPStrategy(activation_checkpointing_policy=None)), or the model's own"
+            f"the forward of a recomputed {name} runs inside a backward, as in a reentrant checkpoint "
+            f"(use_reentrant=True) around it. {_REMEDY}: {_OTHERS}"
         )
 
 
 _REMEDY = "Recomputing a block twice gains nothing, so switch one of the two off"
+_OTHERS = (
+    "a trainer's (accelerate: FullyShardedDataParallelPlugin(activation_checkpointing=False), Lightning: "
+    "FSDPStrategy(activation_checkpointing_policy=None)), or the model's own"
+)

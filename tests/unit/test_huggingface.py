@@ -165,5 +165,65 @@ class Outside(nn.Module):
 def test_checkpointing_from_outside_is_refused(use_reentrant: bool, policy: Any) -> None:
     model, x = Outside(use_reentrant), torch.randn(2, 4, requires_grad=True)
     apply(model, policy)
-    with pytest.raises(PlanError, match="another activation checkpoint runs around a recomputed Sequential"):
+    around = (
+        "runs inside a backward, as in a reentrant" if use_reentrant else "another activation checkpoint runs around"
+    )
+    with pytest.raises(PlanError, match=around):
         model(x).sum().backward()
+
+
+class Inside(nn.Module):
+    """A block that checkpoints a part of itself, which is recomputed twice and right."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 4))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inner, x.sin(), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", {"mode": "segments", "k": 2}], ids=str)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_inside_a_block_stays_right(use_reentrant: bool, policy: Any) -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(*(Inside(use_reentrant) for _ in range(4))).train()
+    model, found = copy.deepcopy(plain), []
+    apply(model, policy)
+    for one in (model, plain):
+        torch.manual_seed(2)
+        x = torch.randn(2, 4, requires_grad=True)
+        one(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in one.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_adapters_may_be_added_after_a_plan(mode: Any) -> None:
+    def adapted(policy: Any) -> nn.Module:
+        base = build("llama")
+        apply(base, policy)
+        torch.manual_seed(6)
+        return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2)).train()
+
+    batch = batch_for("llama")
+    assert differing(step(adapted(mode), batch), step(adapted("none"), batch, use_cache=False)) == []
+
+
+@pytest.mark.full
+def test_a_model_that_is_compiled_whole_after_a_plan_trains_the_same() -> None:
+    torch._dynamo.reset()
+    model, batch = build("llama"), batch_for("llama")
+    plain = build("llama")
+    apply(model, "full")
+    for one in (model, plain):
+        one.eval().requires_grad_(True)  # compiled dropout draws its own way
+        for layer in one.modules():
+            layer.training = not isinstance(layer, nn.Dropout)
+        for layer in one.model.layers:
+            layer.self_attn.attention_dropout = 0.0
+    found = step(torch.compile(model, backend="aot_eager"), batch)
+    expected = step(torch.compile(plain, backend="aot_eager"), batch, use_cache=False)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])
