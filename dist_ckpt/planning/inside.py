@@ -76,4 +76,5 @@ def _nothing_found(key: str, pattern: str, blocks: tuple[str, ...], names: list[
         what = f"ckpt.{key}: no {pattern} found {where}; name the modules, relative to the block"
     else:
         what = f"ckpt.{key}={pattern!r} matches no module {where}"
-    return f"{what}; {choices(pattern, dict.fromkeys([*names, *_WORDS, 'block']))}"
+    others = [word for word in (*_WORDS, "block") if word != pattern]
+    return f"{what}; {choices(pattern, dict.fromkeys([*names, *others]))}"
