@@ -301,6 +301,8 @@ def test_a_tensor_that_is_saved_again_is_needed_sooner(late: Any) -> None:
 
 def test_the_order_of_what_is_gone_is_forgotten(late: Any) -> None:
     offloader, _ = late()
+    for _ in range(20):
+        offloader.put(torch.randn(8))
     alive = [offloader.put(torch.randn(8)) for _ in range(10)]
     for _ in range(500):
         offloader.put(torch.randn(8))
