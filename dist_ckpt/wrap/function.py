@@ -13,6 +13,7 @@ from torch import nn
 
 from dist_ckpt.errors import PlanError
 from dist_ckpt.guards.forward_state import ForwardState
+from dist_ckpt.guards.randomness import Unreplayed
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.offload import Offloader
 from dist_ckpt.wrap.oplevel import eager_contexts
@@ -29,6 +30,7 @@ def recompute_function(function: Function, region: Region) -> Function:
     """
     modules = Reached(_modules_of(function))
     offloader = Offloader() if region.save.offloads else None
+    draws_checked = False
 
     # A module's attributes are no function's: __dict__ would come along.
     @functools.wraps(function, updated=() if isinstance(function, nn.Module) else functools.WRAPPER_UPDATES)
@@ -49,8 +51,13 @@ def recompute_function(function: Function, region: Region) -> Function:
         frame.caches.append(state.storage)
         keeping = cast(Offloader, offloader).hooks(*modules) if region.save.inputs == "offload" else nullcontext()
         forward = Forward(function, function, contexts[0], (lambda: state,))
+        nonlocal draws_checked
+        streams = None if draws_checked else Unreplayed((m for one in modules for m in one.modules()), (function,))
         out = run_part(frame, region, forward, keeping, args, kwargs)
         state.forward_ends()
+        if streams is not None:
+            streams.refuse_draws(region.modules[0])
+        draws_checked = True
         return out
 
     return cast(Function, recomputed)

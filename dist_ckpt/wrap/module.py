@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_ckpt.errors import PlanError
 from dist_ckpt.guards.foreign import refuse_other_checkpointing
 from dist_ckpt.guards.forward_state import ForwardState, buffers_of
+from dist_ckpt.guards.randomness import Unreplayed
 from dist_ckpt.names import InPlaceWrapper, own_class
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.offload import Offloader
@@ -36,8 +37,9 @@ _COMPILED = "_dist_ckpt_compiled_contexts"
 _COMPILED_FORWARD = "_dist_ckpt_compiled_forward"
 _UNCOMPILED = "_dist_ckpt_why_uncompiled"
 _OFFLOADER = "_dist_ckpt_offloader"
+_DRAWS_CHECKED = "_dist_ckpt_draws_checked"
 _COPIED = frozenset({_SEGMENT, _OFFLOADER})
-_ADDED = _COPIED | {_REGION, _AGAIN, _COMPILED, _COMPILED_FORWARD, _UNCOMPILED, RULES}
+_ADDED = _COPIED | {_REGION, _AGAIN, _COMPILED, _COMPILED_FORWARD, _UNCOMPILED, _DRAWS_CHECKED, RULES}
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 """Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
 
@@ -104,7 +106,8 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
         frame = new_frame(region)
         frame.caches.append(state.storage)
         forward = Forward(run, run, contexts[0], (lambda: state,))
-        out = run_part(frame, region, forward, _keeping(self, region), args, kwargs)
+        with _draws_checked(self, region.modules[0]):
+            out = run_part(frame, region, forward, _keeping(self, region), args, kwargs)
         state.forward_ends()
         return out
 
@@ -118,6 +121,18 @@ def _offloader(module: nn.Module) -> Offloader:
 def _keeping(module: nn.Module, region: Region) -> AbstractContextManager[Any]:
     """What a region's inputs are kept under."""
     return _offloader(module).hooks(module) if region.save.inputs == "offload" else nullcontext()
+
+
+@contextmanager
+def _draws_checked(module: nn.Module, name: str) -> Iterator[None]:
+    """The first forward of a region must not draw random numbers that no recompute replays."""
+    if _DRAWS_CHECKED in module.__dict__:
+        yield
+        return
+    streams = Unreplayed(module.modules())
+    yield
+    streams.refuse_draws(name)
+    module.__dict__[_DRAWS_CHECKED] = True
 
 
 def _run_compiled(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -153,7 +168,8 @@ def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
         state = ForwardState(self)
         again = functools.partial(_run_again, self, segment.places[position], run)
         forward = Forward(run, again, contexts=(lambda: state,))
-        out = segment.run(position, forward, _keeping(self, segment.region), args, kwargs)
+        with _draws_checked(self, segment.region.modules[position]):
+            out = segment.run(position, forward, _keeping(self, segment.region), args, kwargs)
         state.forward_ends()
         return out
 
