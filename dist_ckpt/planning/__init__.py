@@ -94,7 +94,7 @@ def make_plan(
         freed = freed_bytes(model, regions, batch, loss_fn)
         small = [region for region in regions if freed[region.modules] < asked.min_bytes]
         regions = tuple(region for region in regions if region not in small)
-        notes += tuple(f"left out {' + '.join(r.modules)}: frees {freed[r.modules]:,} bytes" for r in small)
+        notes += _left_out({region.modules: freed[region.modules] for region in small})
     covered = tuple(name for region in regions for name in region.modules)
     return Plan(
         blocks=blocks,
@@ -130,6 +130,14 @@ def apply(model: Any, policy: PolicySpec, batch: ModelInput | None = None, loss_
     plan = make_plan(model, policy, batch, loss_fn)
     apply_plan(model, plan)
     return plan
+
+
+def _left_out(freed: Mapping[tuple[str, ...], int]) -> tuple[str, ...]:
+    """A note for regions that free as much as each other; freed: modules of a region → bytes."""
+    alike: dict[int, list[str]] = {}
+    for modules, count in freed.items():
+        alike.setdefault(count, []).append(" + ".join(fold_names(modules)))
+    return tuple(f"left out {', '.join(fold_names(tuple(n)))}: frees {count:,} bytes" for count, n in alike.items())
 
 
 def _matches(model: nn.Module, policy: BlockPolicy) -> dict[str, int]:
