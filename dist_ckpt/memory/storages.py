@@ -49,4 +49,5 @@ def _plain_parts(tensor: Tensor) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _plain_parts(getattr(tensor, name))]
+    inner = (getattr(tensor, name) for name in names)  # of a DTensor its mesh too, from torch 2.13 on
+    return [part for one in inner if isinstance(one, Tensor) for part in _plain_parts(one)]

@@ -164,7 +164,10 @@ class Hosted(Packed):
         self._size, self._stride, self._offset = local.size(), local.stride(), local.storage_offset() - start
         self._outer: tuple[Any, ...] | None = None
         if local is not tensor:
-            self._outer = (type(tensor), *tensor.__tensor_flatten__(), tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+            names, spec = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            parts = {name: getattr(tensor, name) for name in names}  # the local part, and from torch 2.13 on the mesh
+            others = {name: None if part is local else part for name, part in parts.items()}
+            self._outer = (type(tensor), others, spec, tensor.size(), tensor.stride())
 
     @property
     def held(self) -> Tensor:
@@ -178,5 +181,6 @@ class Hosted(Packed):
         local = self._copies.restore(self._copy).as_strided(self._size, self._stride, self._offset)
         if self._outer is None:
             return local
-        kind, names, spec, size, stride = self._outer
-        return kind.__tensor_unflatten__(dict.fromkeys(names, local), spec, size, stride)
+        kind, others, spec, size, stride = self._outer
+        parts = {name: local if part is None else part for name, part in others.items()}
+        return kind.__tensor_unflatten__(parts, spec, size, stride)
