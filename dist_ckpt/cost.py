@@ -58,6 +58,8 @@ class PlanCost:
     """Low-precision copies of parameters that autocast makes and backward keeps; not part of ``saved_bytes``."""
     opaque: tuple[str, ...] = ()
     """Graph nodes that may keep more than ``saved_bytes`` says; see :class:`SavedBytes`."""
+    unseen: tuple[str, ...] = ()
+    """Custom autograd Functions into which no op rule sees, so that they are recomputed; see :class:`SavedBytes`."""
 
     @property
     def recomputed_flops(self) -> int:
@@ -86,6 +88,7 @@ class PlanCost:
                 * bool(self.weight_copy_bytes)
             )
             + (f"; may keep more in {', '.join(self.opaque)}" if self.opaque else "")
+            + (f"; recomputes {', '.join(self.unseen)}, into which no op rule sees" if self.unseen else "")
         )
 
 
@@ -117,6 +120,7 @@ def plan_cost(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn |
         saved.offloaded,
         saved.weight_copies,
         saved.opaque,
+        saved.unseen,
     )
 
 

@@ -96,11 +96,11 @@ def bare_alias(tensor: Tensor) -> Tensor:
     return _checkpoint._detach_helper(tensor)
 
 
-class around_frame:  # noqa: N801  # a context, and entered in each forward: a generator would cost twice as much
+class around_frame:  # entered in each forward: as a generator it would cost twice as much
     """Sets aside the hooks of the checkpoint that is running, so that those around it pack what is saved.
 
-    Entering it tells whose those are: ``checkpoint`` (another one's, in its forward or recompute), ``other``, or ``None``
-    if there are none.
+    Entering it tells whose those are: ``checkpoint`` (another one's, in its forward or recompute), ``other``, or
+    ``None`` if there are none.
 
     Raises:
         UnsupportedTorch: the hooks on top are not the frame's.

@@ -90,6 +90,19 @@ def is_opaque(node: Any, kind: NodeKind) -> bool:
     return "CppNode" in node.name() if kind.is_opaque is None else kind.is_opaque
 
 
+def custom_function(node: Any, kind: NodeKind) -> str | None:
+    """The name of the custom Function that a node belongs to; ``None`` for torch's own nodes and those of sharding."""
+    if kind.is_ctx:
+        function = type(node)._forward_cls
+        return None if function.__module__.startswith("torch.distributed.fsdp") else str(function.__name__)
+    return str(node.name()) if kind.is_opaque is None and is_opaque(node, kind) else None
+
+
+def sequence_number() -> int:
+    """The number that this thread's next autograd node gets."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
 def frame_of(handle: Any) -> Any | None:
     """The frame of the non-reentrant checkpoint that packed this saved tensor; ``None`` for other hooks."""
     return _frame_in(handle.unpack_hook)
@@ -258,6 +271,16 @@ def frame_inputs(frame: Any) -> Iterator[Any]:
         return
     kwargs = _captured(frame.recompute_fn, "kwargs") or {}
     yield from (leaf for leaf in tree_leaves(kwargs) if isinstance(leaf, Tensor))
+
+
+def is_unseen(frame: Any, function: str, made: int) -> bool:
+    """Whether a custom Function ran in the forward of a frame's op-level region without anything of it being kept.
+
+    Args:
+        made: the sequence number of the node that it made.
+    """
+    caches = frame.caches if isinstance(frame, Frame) else ()
+    return any(cache.is_blind_to(function, made) for cache in caches if hasattr(cache, "is_blind_to"))
 
 
 def frame_cache(frame: Any) -> Iterator[Any]:

@@ -37,6 +37,9 @@ class SavedBytes:
     opaque: tuple[str, ...] = ()
     """Graph nodes that may keep more, out of Python's sight: in-place operations on views outside of recomputed
     regions (``CopySlices``), custom Functions in C++, and hooks that pack tensors into something else."""
+    unseen: tuple[str, ...] = ()
+    """Custom autograd Functions in regions with op rules in which no rule found anything to keep: what they compute
+    outside of torch's dispatcher (a Triton kernel, numpy) no rule can see, so they are recomputed as they are."""
 
     @property
     def on_device(self) -> int:
@@ -65,6 +68,7 @@ def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iter
         walk.offloaded,
         walk.weight_copies.nbytes,
         tuple(sorted(walk.opaque)),
+        tuple(sorted(walk.unseen)),
     )
 
 
@@ -78,6 +82,7 @@ class _Walk:
         self.weight_copies = Storages()
         self.inputs = self.cached = self.offloaded = 0
         self.opaque: set[str] = set()
+        self.unseen: set[str] = set()
         self._kinds: dict[type, torch_private.NodeKind] = {}
         self._frames: dict[int, Any] = {}
 
@@ -85,6 +90,7 @@ class _Walk:
         pending = list({node for node in nodes if node is not None} - beyond)
         seen = {*pending, *beyond}
         frames: list[Any] = []
+        functions: list[tuple[str, int]] = []
         while pending:
             node = pending.pop()
             kind = self._kinds.get(type(node))
@@ -94,6 +100,8 @@ class _Walk:
                 self._keep(handle, frames)
             if torch_private.is_opaque(node, kind):
                 self.opaque.add(node.name().removeprefix("torch::autograd::"))
+            if function := torch_private.custom_function(node, kind):
+                functions.append((function, node._sequence_nr()))
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
@@ -104,6 +112,7 @@ class _Walk:
                 self.inputs += self._keep(item, frames)
         for frame in frames:
             self.cached += sum(self._keep(item, frames) for item in torch_private.frame_cache(frame))
+            self.unseen |= {name for name, made in functions if torch_private.is_unseen(frame, name, made)}
 
     def _add(self, item: Any) -> int:
         """Counts a tensor, or what stands for one; anything else is nothing."""

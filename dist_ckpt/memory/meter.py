@@ -50,6 +50,8 @@ class MemoryMeter:
         self._offloaded = 0
         self.opaque: tuple[str, ...] = ()
         """Autograd nodes met so far that may keep more than ``activations`` says; see :class:`SavedBytes`."""
+        self.unseen: tuple[str, ...] = ()
+        """Custom autograd Functions met so far into which no op rule sees; see :class:`SavedBytes`."""
 
     def after_forward(self, *roots: Tensor) -> int:
         """Reads what the graph of ``roots`` keeps for backward, in bytes, and remembers the step's peak.
@@ -70,6 +72,7 @@ class MemoryMeter:
         self._activations = max(self._activations or 0, kept)
         self._offloaded = max(self._offloaded, found.offloaded)
         self.opaque = tuple(sorted({*self.opaque, *found.opaque}))
+        self.unseen = tuple(sorted({*self.unseen, *found.unseen}))
         return kept
 
     def boundary(self, step: int) -> RankMemory:

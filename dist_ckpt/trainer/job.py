@@ -128,6 +128,8 @@ def train(job: Job, folder: RunFolder) -> bool:
         console.table(loop.report)
         if opaque := job.engine.meter.opaque:
             console.say(f"activations may be higher than shown: what {', '.join(opaque)} may hold cannot be counted")
+        if unseen := job.engine.meter.unseen:
+            console.say(f"no op rule sees into {', '.join(unseen)}: recomputed as a whole")
     console.say(loop.summary())
     return done
 

@@ -83,9 +83,16 @@ class Results(dict[Operator, list[Kept | None]]):
         super().__init__()
         self.functions: set[str] = set()
         """Custom autograd Functions in whose forward a result was kept."""
+        self.nodes = range(0)
+        """Sequence numbers of the autograd nodes that the forward made."""
+        self._is_complete = False
         self._places: list[Place] = []
         self._by_storage: dict[int, list[Alias]] = {}
         self._indexed = 0
+
+    def is_blind_to(self, function: str, made: int) -> bool:
+        """Whether a custom Function whose node was made in this forward has nothing of it kept."""
+        return made in self.nodes and function not in self.functions
 
     def skip(self, op: Operator) -> None:
         """Notes a call that is to be recomputed."""
@@ -133,6 +140,7 @@ class Results(dict[Operator, list[Kept | None]]):
         Results go where everything goes that this forward's surroundings save for backward: through the saved-tensor
         hooks around it, if there are any. Those of an outer checkpoint have them recomputed.
         """
+        self._is_complete = True
         places, self._places, self._by_storage = self._places, [], {}
         with torch_private.around_frame(frame) as around:
             for place in places:
@@ -167,7 +175,8 @@ class Results(dict[Operator, list[Kept | None]]):
         A backward that frees its graph takes the results with it; another backward through the same region, where one
         is possible at all, recomputes them. So it does with those that were edited in place in the meantime.
         """
-        is_retained = torch_private.graph_is_retained()
+        # A forward may run a backward of its own, which is not the one that all this is for.
+        is_retained = not self._is_complete or torch_private.graph_is_retained()
         taken: dict[Operator, list[Kept | None]] = {}
         for op, calls in self.items():
             taken[op] = [_restored(entry, is_retained) for entry in reversed(calls)]

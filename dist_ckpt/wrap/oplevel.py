@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dist_ckpt.compat import dispatch as torch_private
-from dist_ckpt.compat.torch import current_frame, frame_packed_count, frame_stops_early
+from dist_ckpt.compat.torch import current_frame, frame_packed_count, frame_stops_early, sequence_number
 from dist_ckpt.errors import PlanError
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.kept import GeneratorState, Kept, Results, given
@@ -112,13 +112,14 @@ class Keeping(_Mode):
         self._offloader = offloader
 
     def __enter__(self) -> Keeping:
-        self._frame = current_frame()
+        self._frame, self._first_node = current_frame(), sequence_number()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         frame = self._frame
         del self._frame
         super().__exit__(*exception)
+        self.storage.nodes = range(self._first_node, sequence_number())
         if exception[0] is None:
             if not self._rules.were_met:
                 self._matches.check(self.storage)
