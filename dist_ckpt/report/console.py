@@ -57,9 +57,12 @@ class Console:
 
 def memory_table(report: MemoryReport) -> Table:
     """The memory of each rank by category, in GiB or MiB."""
-    columns = ("params", "grads", "optimizer", "activations", "offloaded", "other", "accounted", "unattributed")
-    columns = (*columns, "peak", "reserved")
-    shown = [c for c in columns if any(getattr(r, c) is not None for r in report.ranks)]
+    owned = ("params", "grads", "optimizer", "activations", "offloaded", "other")
+    shown = [
+        c
+        for c in (*owned, "accounted", "unattributed", "peak", "reserved")
+        if any(getattr(r, c) is not None for r in report.ranks)
+    ]
     unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])
     table = Table(title=f"memory per rank at step {report.step}, {unit}", box=box.SIMPLE_HEAD, title_justify="left")
     rows = [[str(r.rank), *(format_bytes(getattr(r, c), unit) for c in shown)] for r in report.ranks]

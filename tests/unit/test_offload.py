@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt.compat.torch import NodeKind, saved_tensors
@@ -20,8 +20,10 @@ from dist_ckpt.errors import PlanError
 from dist_ckpt.memory.activations import SavedBytes, saved_bytes
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.memory.packed import Packed
+from dist_ckpt.memory.records import MemoryReport, RankMemory
 from dist_ckpt.memory.storages import Storages
 from dist_ckpt.planning import apply
+from dist_ckpt.report.console import memory_table
 from dist_ckpt.wrap.offload import Offloader, Watched
 from tests.unit.toys import Stack
 
@@ -536,6 +538,41 @@ def test_other_peoples_offloading_is_counted_where_it_is() -> None:
         ours = model(x).sum()
     found = saved_bytes([loss], model.parameters())
     assert found.total == saved_bytes([ours], model.parameters()).total and found.offloaded == 0
+
+
+def test_on_a_device_activations_are_what_the_device_holds() -> None:
+    """The meta device stands for an accelerator: what its graph keeps in CPU memory is not on it."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid()).to("meta")
+    x = torch.randn(2, 4, device="meta")
+    kept = MemoryMeter(model).after_forward(model(x).sum())
+    meter = MemoryMeter(model)
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor if tensor is x or tensor.shape == (4, 8) else torch.empty(tensor.shape)
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor.to("meta")):
+        loss = model(x).sum()
+    assert kept == (2 * 4 + 2 * 8) * 4 and meter.after_forward(loss) == 2 * 4 * 4
+    memory = meter.boundary(1)
+    assert (memory.activations, memory.offloaded) == (2 * 4 * 4, 2 * 8 * 4)
+
+
+def test_reports_show_it_where_there_is_any() -> None:
+    common = {"rank": 0, "device": "cuda", "step": 1, "params": 1, "grads": 1, "optimizer": 1, "other": 1}
+    for offloaded in (None, 2**20):
+        report = MemoryReport(1, (RankMemory(**common, activations=1, offloaded=offloaded),))
+        shown = [str(column.header) for column in memory_table(report).columns]
+        assert ("offloaded" in shown) == ("offloaded" in str(report)) == (offloaded is not None)
+        assert report.ranks[0].accounted == 5  # what the device holds
+
+
+def test_tensors_on_the_host_stay_there_if_the_region_is_on_a_device() -> None:
+    module, tensor = nn.Linear(2, 2), torch.randn(8, requires_grad=True)
+    hooks = Offloader(min_bytes=0).hooks(module)
+    with hooks:
+        assert hooks.pack_hook(tensor * 1).in_host_memory  # a copy, as on the CPU
+        hooks._on_accelerator = True
+        assert not hooks.pack_hook(tensor * 2).in_host_memory
 
 
 def test_a_watched_leaf_is_itself_so_that_sharding_may_exchange_its_data() -> None:
