@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from dist_ckpt.compat.torch import failed_frame
+from dist_ckpt.errors import DistCkptError
 from dist_ckpt.verification.differences import Difference, first_difference, other_count
 from dist_ckpt.verification.effects import Noise
 from dist_ckpt.verification.findings import Finding
@@ -15,10 +16,9 @@ from dist_ckpt.verification.state import Key
 
 LEAVE_OUT = "leave the module out of the plan (ckpt.exclude)"
 OF_STREAMS = (
-    "draw from torch's own generator (torch.rand, nn.Dropout), which a recompute replays, or draw outside of the "
-    f"region and pass the numbers in, or {LEAVE_OUT}"
+    "draw from torch's own generators, on the CPU or the device of what the region is given, which a recompute "
+    f"replays; or draw outside of the region and pass the numbers in; or {LEAVE_OUT}"
 )
-OF_REPLAYED = "set ckpt.preserve_rng_state=true, or leave what draws out of the plan (ckpt.exclude)"
 OF_CACHES = (
     "switch the cache off in training (Hugging Face: use_cache=False), or fill it outside of the region, or "
     + LEAVE_OUT
@@ -41,6 +41,11 @@ def of_choices(ops: Collection[str]) -> str:
 def causes(base: Observation, planned: Observation, noise: Noise) -> list[Finding]:
     """What went wrong in the recomputes of a step, module by module; what two runs without a plan do is no cause."""
     findings, explained = [], set[Any]()
+    if isinstance(planned.error, DistCkptError):  # it ended at the first region that its guards refuse
+        for stream, modules in base.draws.items():
+            if stream not in base.replayed:
+                findings += [Finding(m, f"it {_drawing(stream, m, base)}", OF_STREAMS) for m in modules]
+        return findings
     state = {key: change for key, change in _changed_again(base, planned).items() if key not in noise.state}
     for difference in _differences(planned):
         if difference.module not in noise.modules:
@@ -50,10 +55,9 @@ def causes(base: Observation, planned: Observation, noise: Noise) -> list[Findin
     for stream, change in planned.stream_changes().items():
         known = base.stream_changes().get(stream)
         if change.in_backward and not (known and known.in_backward) and stream not in explained:
-            replayed = stream in planned.replayed
             for module in planned.draws.get(stream, ["a region"]):
                 what = f"its recompute draws again: it {_drawing(stream, module, planned)}"
-                findings.append(Finding(module, what, OF_REPLAYED if replayed else OF_STREAMS))
+                findings.append(Finding(module, what, OF_STREAMS))
     for owner in dict.fromkeys(owner for owner, _ in state):
         keys = [key for key in state if key[0] == owner and key not in explained]
         if keys:
@@ -88,7 +92,7 @@ def _explained(difference: Difference, planned: Observation, state: dict[Key, Ch
         if moved and any(_related(module, other) for other in modules):
             reasons.append(f"it {_drawing(stream, module, planned)}")
             spoken.add(stream)
-            advice = OF_REPLAYED if stream in planned.replayed else OF_STREAMS
+            advice = OF_STREAMS
     keys = _read_by(difference, planned)
     if keys and not reasons:
         changes = planned.changes()
@@ -145,11 +149,9 @@ def _related(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
-def _drawing(stream: str, module: str, planned: Observation) -> str:
+def _drawing(stream: str, module: str, seen: Observation) -> str:
     where = (stream.removeprefix(f"{module}.") if module else stream).partition(" #")[0]
-    if stream in planned.replayed:
-        return f"draws from {where}, which this plan does not replay (preserve_rng_state is off)"
-    return f"draws from {where}, which no checkpoint replays"
+    return f"draws from {where}, which " + ("was not replayed" if stream in seen.replayed else "no checkpoint replays")
 
 
 def _state_advice(changes: Collection[Change]) -> str:
@@ -158,8 +160,9 @@ def _state_advice(changes: Collection[Change]) -> str:
 
 def _grows(change: Change) -> bool:
     """Whether something was added, as to a cache, rather than overwritten or counted."""
-    shown = [_shown(value) for value in _steps(change)]
-    return len(set(shown)) > 1 and not all(isinstance(v, (bool, int, float, complex)) for v in _steps(change))
+    values = [value for value in _steps(change) if value is not None]
+    numbers = all(isinstance(value, (bool, int, float, complex)) for value in values)
+    return not numbers and len({_shown(value) for value in _steps(change)}) > 1
 
 
 def _told(keys: Collection[Key], changes: dict[Key, Change], most: int = 2) -> str:

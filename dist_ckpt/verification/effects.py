@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dist_ckpt.plan import fold_names
 from dist_ckpt.verification.differences import first_other_call
 from dist_ckpt.verification.digest import fingerprint
-from dist_ckpt.verification.findings import Finding, GradientCheck
+from dist_ckpt.verification.findings import Finding, GradientCheck, of_gradients
 from dist_ckpt.verification.observe import Observation
 
 NOISE_FACTOR = 8.0
@@ -70,21 +69,7 @@ def effects(
 ) -> Iterator[Finding]:
     """What the plan has changed in the outcome of the step."""
     yield from _of_forward(base, planned, tolerance, noise)
-    differing = [check for check in checks if check.status == "differs"]
-    if differing:
-        worst = max(differing, key=lambda check: check.relative)
-        what = (
-            f"gradients differ, {worst.name} the most: by up to {worst.max_abs:.3g}, {worst.relative:.2g} times "
-            "its largest element"
-        )
-        yield Finding(_folded([check.name for check in differing]), what)
-    for status, what in (
-        ("only without the plan", "no gradient with the plan, and one without"),
-        ("only with the plan", "a gradient with the plan, and none without"),
-    ):
-        names = [check.name for check in checks if check.status == status]
-        if names:
-            yield Finding(_folded(names), what)
+    yield from of_gradients(checks)
     for name, max_abs, relative in _differing(base.buffers, planned.buffers):
         if relative > tolerance:
             yield Finding(name, f"the buffer differs after the step, by up to {max_abs:.3g} ({relative:.2g} relative)")
@@ -134,8 +119,3 @@ def _difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     if not largest:
         return max_abs, float("inf") if max_abs else SMALLEST
     return max_abs, max(max_abs / largest, SMALLEST)
-
-
-def _folded(names: Sequence[str]) -> str:
-    folded = fold_names(tuple(names))
-    return ", ".join(folded[:4]) + (f" and {len(folded) - 4} more" if len(folded) > 4 else "")

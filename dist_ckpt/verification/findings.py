@@ -45,6 +45,10 @@ class Verification:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
     """What does not speak against the plan but limits the proof."""
+    has_failed: bool = False
+    """The step could not be done with the plan."""
+    is_refused: bool = False
+    """One of the plan's own guards refused it when the step ran, as it would in training."""
     gradients: tuple[GradientCheck, ...] = ()
     losses: tuple[float, ...] = ()
     """Without the plan, one a micro-batch."""
@@ -99,6 +103,27 @@ class Verification:
         return figures
 
 
+def of_gradients(checks: Sequence[GradientCheck]) -> tuple[Finding, ...]:
+    """What there is to say about gradients."""
+    found = []
+    differing = [check for check in checks if check.status == "differs"]
+    if differing:
+        worst = max(differing, key=lambda check: check.relative)
+        what = (
+            f"gradients differ, {worst.name} the most: by up to {worst.max_abs:.3g}, {worst.relative:.2g} times its "
+            "largest element"
+        )
+        found.append(Finding(_folded([check.name for check in differing]), what))
+    for status, what in (
+        ("only without the plan", "no gradient with the plan, and one without"),
+        ("only with the plan", "a gradient with the plan, and none without"),
+    ):
+        names = [check.name for check in checks if check.status == status]
+        if names:
+            found.append(Finding(_folded(names), what))
+    return tuple(found)
+
+
 def fold(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Findings that say the same of several places, as one each."""
     places: dict[tuple[str, str], list[str]] = {}
@@ -106,9 +131,7 @@ def fold(findings: Sequence[Finding]) -> tuple[Finding, ...]:
         known = places.setdefault((finding.what, finding.advice), [])
         if finding.where not in known:
             known.append(finding.where)
-    return tuple(
-        Finding(_shortened(fold_names(tuple(where))), what, advice) for (what, advice), where in places.items()
-    )
+    return tuple(Finding(_folded(where), what, advice) for (what, advice), where in places.items())
 
 
 def merge(ranks: Sequence[Verification]) -> Verification:
@@ -116,7 +139,8 @@ def merge(ranks: Sequence[Verification]) -> Verification:
     found: dict[Finding, list[int]] = {}
     for rank, one in enumerate(ranks):
         for finding in one.findings:
-            found.setdefault(finding, []).append(rank)
+            if finding not in of_gradients(one.gradients):  # said once for all ranks, which may hold parts of them
+                found.setdefault(finding, []).append(rank)
     findings = tuple(
         finding if len(on) == len(ranks) else dataclasses.replace(finding, what=f"{finding.what} (on {_ranks(on)})")
         for finding, on in found.items()
@@ -126,8 +150,10 @@ def merge(ranks: Sequence[Verification]) -> Verification:
         gradients[check.name] = max(gradients.get(check.name, check), check, key=_badness)
     return dataclasses.replace(
         ranks[0],
-        findings=findings,
+        findings=(*findings, *of_gradients(tuple(gradients.values()))),
         notes=tuple(dict.fromkeys(note for one in ranks for note in one.notes)),
+        has_failed=any(one.has_failed for one in ranks),
+        is_refused=any(one.is_refused for one in ranks),
         gradients=tuple(gradients.values()),
         saved_bytes=_most([one.saved_bytes for one in ranks]),
         baseline_saved_bytes=_most([one.baseline_saved_bytes for one in ranks]),
@@ -141,17 +167,18 @@ def _most(values: Sequence[int | None]) -> int | None:
     return max(known) if len(known) == len(values) else None
 
 
-def _badness(check: GradientCheck) -> tuple[bool, float]:
-    return check.status not in ("equal", "none"), check.max_abs
+def _badness(check: GradientCheck) -> tuple[int, float]:
+    """A rank that holds nothing of a parameter has no gradient of it, and says less than one that has."""
+    return {"none": 0, "equal": 1}.get(check.status, 2), check.max_abs
 
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s'[: len(numbers) != 1]} {', '.join(map(str, numbers))}"
 
 
-def _shortened(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _folded(names: Sequence[str], most: int = 5) -> str:
+    folded = fold_names(tuple(names))
+    return ", ".join(folded[:most]) + (f" and {len(folded) - most} more" if len(folded) > most else "")
 
 
 def _numbered(text: str) -> list[tuple[int, str]]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
 from dist_ckpt.cost import LossFn, ModelInput, default_loss
-from dist_ckpt.errors import PlanError
+from dist_ckpt.errors import DistCkptError, PlanError
 from dist_ckpt.names import unwrap
 from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
@@ -72,7 +72,7 @@ def verify(
         )
     if not isinstance(plan, Plan):
         plan = make_plan(model, plan, batch, loss_fn)
-    with _untouched(model, loss_fn) as start_over:
+    with untouched(model, loss_fn) as start_over:
         runs = []
         for asked in (Plan(), Plan(), plan):
             start_over()
@@ -103,6 +103,8 @@ def judge(base: Observation, again: Observation, planned: Observation, plan: Pla
     return Verification(
         mode=str(plan.policy.get("mode", "none")),
         findings=fold(findings),
+        has_failed=planned.error is not None,
+        is_refused=isinstance(planned.error, DistCkptError),
         notes=tuple(_notes(base, planned, plan, noise)),
         gradients=checks,
         losses=tuple(float(loss) for loss in base.losses),
@@ -138,7 +140,7 @@ def _observed(model: nn.Module, batch: Any, loss_fn: LossFn, plan: Plan, applied
 
 
 @contextmanager
-def _untouched(model: nn.Module, loss_fn: LossFn) -> Iterator[Any]:
+def untouched(model: nn.Module, loss_fn: LossFn) -> Iterator[Any]:
     """Gives a function that makes the state outside of the model what it was, and calls it in the end."""
     kept = Keepsake(Roots(model, loss_fn, None))
     streams = [(stream, stream.state()) for stream in streams_of({p.device for p in model.parameters()}, {})]

@@ -125,8 +125,9 @@ class Compared:
             checkpoint = self._saved.of
             checkpoint.settle()  # an inner one, whose module was left by the outer one's early stop
             checkpoint.was_compared = True
-            value = self._saved.value
-            if value is not None and value[2] and (again := other._recomputed()) != value:
+            value, again = self._saved.value, other._recomputed()
+            # A digest of 0: a weight whose gathered copy sharding has freed by now, to gather it again for backward.
+            if value is not None and value[2] and again[2] and again != value:
                 checkpoint.differing.append((self._saved, again))
         return bool(self.usual == other.usual)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from dist_ckpt.names import named_modules, own_class
+from dist_ckpt.names import named_modules, named_parameters, own_class
 from dist_ckpt.verification.bindings import Binding, class_bindings, function_bindings
 from dist_ckpt.verification.digest import fingerprint
 from dist_ckpt.verification.reach import Walk, attributes_of, is_array
@@ -73,14 +74,17 @@ class Roots:
 
     def walk(self) -> Walk:
         """Everything that can be reached now."""
-        modules = dict(named_modules(self.model))
         walk = self.walk_outside()
-        for name, module in modules.items():
+        # Sharding exchanges parameters for gathered ones and back, FSDP1 even for plain attributes.
+        sharded = is_sharded(self.model)
+        skipped = {name for name, _ in named_parameters(self.model)} if sharded else set()
+        for name, module in named_modules(self.model):
             for attribute, value in vars(module).items():
-                if attribute not in _OF_MODULES and not attribute.startswith(_NOT_STATE):
+                is_state = attribute not in _OF_MODULES and not attribute.startswith(_NOT_STATE)
+                if is_state and f"{name}.{attribute}".lstrip(".") not in skipped:
                     walk.visit(name, attribute, value)
             for attribute, parameter in module._parameters.items():
-                if type(parameter) is nn.Parameter:  # sharded ones come and go
+                if parameter is not None and not sharded:
                     walk.visit(name, attribute, parameter.detach())
         for label, value in self.arguments.items():
             walk.visit(label, "", value)
@@ -99,6 +103,11 @@ class Roots:
         """A walk that does not enter the model."""
         models = [self.model] if self.original is None else [self.model, self.original]
         return Walk(frozenset(id(module) for model in models for module in model.modules()))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP holds the model's parameters."""
+    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
 
 
 def look(walk: Walk) -> Look:

@@ -53,7 +53,7 @@ class Watch:
         self.checkpoints: list[Checkpoint] = []
         """In the order of their forwards."""
         self.draws: dict[str, list[str]] = {}
-        """Stream → the modules that drew from it inside a region's forward."""
+        """Stream → the modules that drew from it inside a region's forward, recomputed or not."""
         self.is_compiled = any(map(_is_compiled, model.modules()))
         self._model = model
         self._meet_argument = meet_argument
@@ -117,7 +117,7 @@ class Watch:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             runs, caller = self._runs(), self._running()
             self._note(runs, Event("enter", name, caller, describe((*args, *kwargs.values()), only_tensors=True)))
-            self._note_draws(caller, bool(runs) or caller in self._regions)
+            self._note_draws(caller)
             if name in self._regions and not _in_backward():
                 self._note_arguments(name, module, args, kwargs)
             self._names().append(name)
@@ -130,7 +130,7 @@ class Watch:
             while names and names.pop() != name:  # what an exception has left is dropped
                 pass
             self._note(runs, Event("exit", name, self._running(), describe(out)))
-            self._note_draws(name, bool(runs) or name in self._regions)
+            self._note_draws(name)
             self._settle(runs)
 
         return hook
@@ -199,7 +199,8 @@ class Watch:
         if not _in_backward():
             self.calls.append(event)
 
-    def _note_draws(self, module: str, in_region: bool) -> None:
+    def _note_draws(self, module: str) -> None:
+        in_region = not self._regions.isdisjoint((module, *self._stack))
         for name, stream in self._streams.items():
             state = comparable(stream.state())
             if state != self._states[name]:
