@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dist_ckpt.trainer.exits import ExitCode
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,12 @@ class Termination:
         self.asked = True
 
 
-def start_process_group(place: Place, device_type: str) -> None:
-    """Joins the ranks: gloo between CPUs, NCCL between GPUs; a single rank needs no network."""
+def start_process_group(place: Place, device_type: str) -> dist.Store:
+    """Joins the ranks: gloo between CPUs, NCCL between GPUs; a single rank needs no network.
+
+    Returns:
+        A store for what ranks have to tell each other outside of collectives.
+    """
     import torch
     import torch.distributed as dist
 
@@ -69,6 +76,7 @@ def start_process_group(place: Place, device_type: str) -> None:
         # its own, a start may read the addresses of the one before.
         store = dist.PrefixStore(f"start_{place.restarts}", store)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+    return store
 
 
 def log_to(path: Path) -> None:
