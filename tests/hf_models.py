@@ -114,3 +114,15 @@ def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
     """Names that are in one only, or whose values are not the same bits."""
     both = found.keys() & expected.keys()
     return sorted(found.keys() ^ expected.keys() | {n for n in both if not torch.equal(found[n], expected[n])})
+
+
+def cache_of(output: Any) -> Any:
+    """The key/value cache that a model returns, ``None`` without one; releases before 5.24 name it otherwise."""
+    return next((output[name] for name in ("cache", "past_key_values") if name in output), None)
+
+
+def switch_own_checkpointing(model: Any, on: bool) -> None:
+    """The model's own checkpointing; releases before 5.24 name its switch otherwise."""
+    word = "enable" if on else "disable"
+    name = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(model, f"{n}_{word}"))
+    getattr(model, f"{name}_{word}")()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from dist_ckpt import make_plan, named_parameters
 from dist_ckpt.compat.torch import local_tensor
 from dist_ckpt.trainer.config import load_config
+from dist_ckpt.trainer.export import export_weights
 from dist_ckpt.trainer.job import build_engine
 from dist_ckpt.trainer.models.source import model_source
 from tests.hf_models import VOCAB, build
@@ -86,6 +88,11 @@ def test_a_state_resumes_under_another_policy(ranks: RankGroups, folder: Path, e
     rest = ranks(2).run(trained, [*base, "+ckpt=selective"], str(tmp_path / "step_2"), None, 1)
     for found, expected in zip(rest, whole, strict=True):
         assert_equal(found, (expected[0][2:], expected[1]))
+    exported = export_weights(tmp_path / "step_2", tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "gpt2" / "config.json").read_text())
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert all(torch.equal(dict(theirs.named_parameters())[name], exported[name]) for name in exported)
 
 
 @pytest.mark.full

@@ -14,7 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt import PlanError, apply, make_plan, named_parameters, plan_cost, remove_plan
 from dist_ckpt.blocks import find_blocks
-from tests.hf_models import BLOCKS, MODELS, batch_for, build, differing, step
+from tests.hf_models import (
+    BLOCKS,
+    MODELS,
+    batch_for,
+    build,
+    cache_of,
+    differing,
+    step,
+    switch_own_checkpointing,
+)
 
 MODES: list[Any] = [
     "full",
@@ -60,11 +69,11 @@ def test_a_cache_is_not_made_in_training_and_is_in_evaluation() -> None:
     model, batch = build("llama"), batch_for("llama")
     plan = apply(model, "full")
     assert "use_cache of the model is off in training" in plan.repairs
-    assert model(**batch).get("cache") is None and model.config.use_cache is True
+    assert cache_of(model(**batch)) is None and model.config.use_cache is True
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin(**batch).get("cache") is None
+        assert cache_of(twin(**batch)) is None
     with torch.no_grad():
-        assert len(model(**batch).cache.layers) == 4
+        assert len(cache_of(model(**batch)).layers) == 4
     model.eval()
     ids = batch["input_ids"][:1]
     assert torch.equal(
@@ -73,29 +82,31 @@ def test_a_cache_is_not_made_in_training_and_is_in_evaluation() -> None:
     )
     model.train()
     remove_plan(model)
-    assert len(model(**batch).cache.layers) == 4 and not model._forward_pre_hooks
+    assert len(cache_of(model(**batch)).layers) == 4 and not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3", "t5"])
 def test_a_cache_that_is_asked_for_in_training_is_refused_by_name(name: str) -> None:
     model = build(name)
     apply(model, "full")
-    with pytest.raises(PlanError, match=r"changes its argument 'cache' \(\w+Cache\).*use_cache = False"):
+    with pytest.raises(
+        PlanError, match=r"changes its argument '(cache|past_key_values)' \(\w+Cache\).*use_cache = False"
+    ):
         model(**batch_for(name), use_cache=True)
 
 
 def test_own_checkpointing_is_refused_before_and_after() -> None:
     before = build("llama")
-    before.activation_checkpointing_enable()
+    switch_own_checkpointing(before, on=True)
     with pytest.raises(PlanError, match=r"gradient_checkpointing switched on.*activation_checkpointing_disable"):
         apply(before, "full")
     for name in ("llama", "bert", "t5"):
         after = build(name)
         apply(after, "selective")
-        after.activation_checkpointing_enable()
+        switch_own_checkpointing(after, on=True)
         with pytest.raises(PlanError, match=r"switched on after a plan was applied.*activation_checkpointing=False"):
             after(**batch_for(name))
-        after.activation_checkpointing_disable()
+        switch_own_checkpointing(after, on=False)
         after(**batch_for(name)).loss.backward()
 
 
@@ -132,7 +143,7 @@ def test_prefix_tuning_hands_blocks_a_filled_cache_and_is_refused() -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(build("llama"), config).train()
     apply(model, "full")
-    with pytest.raises(PlanError, match="changes its argument 'cache'"):
+    with pytest.raises(PlanError, match=r"changes its argument '(cache|past_key_values)'"):
         model(**batch_for("llama"))
 
 
