@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dist_ckpt.errors import PlanError
+from dist_ckpt.names import unwrapped_name
 
 COPY_LIMIT_BYTES = 2**20
 """Larger buffers (rotary tables, caches) are not copied at each forward; that they stay the same is checked instead."""
@@ -42,7 +43,8 @@ class ForwardState(AbstractContextManager["ForwardState"]):
             if buffer.nbytes <= COPY_LIMIT_BYTES:
                 self._copies.append((owner, name, buffer.detach().clone()))
             else:
-                self._checked.append((f"{prefix}.{name}".lstrip("."), owner, name, buffer, buffer._version))
+                full = unwrapped_name(f"{prefix}.{name}".lstrip("."))
+                self._checked.append((full, owner, name, buffer, buffer._version))
 
     def forward_ends(self) -> None:
         """To be called after the forward.
