@@ -199,21 +199,13 @@ class NestedPolicy(SegmentPolicy):
     query chunks of attention), or globs over module names relative to the block. They nest by where they lie:
     ``[block, attention]`` is three levels with the segment, the most that are allowed; ``[attention, mlp]`` is two."""
     save: tuple[str, ...] | None = None
-    """Operations whose results the innermost regions keep, as in ``selective``. Their caches survive from the first
-    forward to the backward, outer regions or not, which takes most of the gain: refused without ``insist``."""
-    insist: bool = False
-    """Accept ``save`` inside an outer region in spite of the memory it holds."""
+    """Operations whose results the innermost regions keep, as in ``selective``, from the recompute of the segment to
+    theirs. In the first forward nothing of them is kept, so the segment's memory is that without."""
 
     def check(self) -> None:
         super().check()
         if not self.inner:
             raise PlanError("ckpt.inner is empty: mode 'segments' is the one without regions inside")
-        if self.save is not None and not self.insist:
-            raise PlanError(
-                "ckpt.save: results kept inside an outer region stay alive from the first forward to the backward, so "
-                "the outer region frees far less than it seems; set ckpt.insist=true to have it so, or ask for mode "
-                "'selective'"
-            )
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ def plan_nested(target: Target, policy: NestedPolicy) -> Planned:
             f"ckpt.inner={list(patterns)}: {deepest} levels of regions; each level repeats the forwards of the one "
             f"below, and more than {MOST_LEVELS} are refused"
         )
-    if save.ops:
-        notes += ("results kept inside segments outlive them: they are alive from the first forward to the backward",)
     return Planned(regions, matched, notes)
 
 

@@ -37,17 +37,18 @@ def refuse_other_checkpointing(model: nn.Module) -> None:
 
 
 def refuse_what_outlives_an_outer_region(plan: Plan) -> None:
-    """Raises PlanError if a nested region keeps results, unless the plan's policy insists on it."""
-    if plan.policy.get("insist"):
-        return
+    """Raises PlanError if a nested region has everything or its inputs wait in host memory.
+
+    That would happen in the first forward, for a recompute that makes them anew. Results of single operations know
+    better: inside another region they are kept from its recompute on.
+    """
     for outer in plan.regions:
         for region in outer.walk():
-            if region is not outer and (region.save.ops or region.save.offloads):
+            if region is not outer and (region.save.offloads_everything or region.save.inputs == "offload"):
                 here, around = (" + ".join(one.modules) for one in (region, outer))
                 raise PlanError(
-                    f"{here} keeps results inside the region of {around}: they "
-                    "stay alive from the first forward to the backward, so that region frees far less than it seems. "
-                    'Leave them out, or insist: "insist": true in the plan\'s policy'
+                    f"{here} offloads inside the region of {around}, which recomputes what would wait in host memory: "
+                    "leave one of the two out of the plan"
                 )
 
 

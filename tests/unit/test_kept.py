@@ -351,7 +351,7 @@ def test_an_outer_region_recomputes_what_an_inner_one_keeps() -> None:
     x, costs = torch.randn(2, 5, WIDTH), []
     for rules in ((), (MATMULS,)):
         inner = tuple(Region((f"0.{i}",), SaveRule(ops=rules)) for i in range(2))
-        plan = Plan(regions=(Region(("0",), inner=inner),), policy={"mode": "nested", "insist": True})
+        plan = Plan(regions=(Region(("0",), inner=inner),))
         model = copy.deepcopy(plain)
         apply_plan(model, plan)
         assert_equal(gradients(model, x), gradients(plain, x))

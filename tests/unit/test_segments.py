@@ -426,22 +426,28 @@ def test_what_nested_refuses() -> None:
     model = Transformer(CONFIG)
     with pytest.raises(PlanError, match="more than 3 are refused"):
         make_plan(model, {"mode": "nested", "k": 3, "inner": ["block", "attention", "attention.wq"]})
-    with pytest.raises(PlanError, match=r"set ckpt\.insist=true"):
-        make_plan(model, {"mode": "nested", "save": ["matmul"]})
     with pytest.raises(PlanError, match=r"ckpt\.inner is empty"):
         make_plan(model, {"mode": "nested", "inner": []})
     with pytest.raises(PlanError, match="no chunk found"):
         make_plan(model, {"mode": "nested", "inner": "chunk"})
-    cached = Region(("layers.0",), SaveRule(ops=(OpRule("save", "matmul"),)))
-    with pytest.raises(PlanError, match=r"layers\.0 keeps results .*insist"):
-        apply_plan(model, Plan(regions=(Region(("layers.0", "layers.1"), inner=(cached,)),)))
+    for save in (SaveRule("offload"), SaveRule(ops=(OpRule("offload", "*"),))):
+        inner = Region(("layers.0",), save)
+        with pytest.raises(PlanError, match=r"layers\.0 offloads inside the region of layers\.0 \+ layers\.1"):
+            apply_plan(model, Plan(regions=(Region(("layers.0", "layers.1"), inner=(inner,)),)))
 
 
-def test_kept_results_inside_a_segment_for_those_who_insist() -> None:
-    model = Looped(plain)
-    policy = {"mode": "nested", "k": 3, "save": ["matmul"], "insist": True}
-    plan = assert_same(model, policy)
-    assert any("outlive" in note for note in plan.notes)
+def test_results_kept_inside_a_segment_cost_memory_in_its_recompute_alone() -> None:
+    """torch's own op-level cache lives from the first forward to the backward, whatever recomputes around it."""
+    assert_same(Looped(plain), {"mode": "nested", "k": 3, "save": ["matmul"]})
+    model, ids = Transformer(CONFIG), torch.zeros(2, 16, dtype=torch.int64)
+    segments, nested, keeping = (
+        plan_cost(model, make_plan(model, {"k": 3, **policy}), (ids, ids))
+        for policy in ({"mode": "segments"}, {"mode": "nested"}, {"mode": "nested", "save": ["matmul"]})
+    )
+    assert keeping.saved_bytes == segments.saved_bytes == nested.saved_bytes and keeping.cached_bytes == 0
+    scores = 2 * 2 * 2 * 16 * 16 * 32  # two products of the attention kernel, which is not kept
+    last = 2 * 32 * 32 * 48  # a block files its results at its end, which each segment's recompute so has to reach
+    assert keeping.recomputed_flops == segments.recomputed_flops + 2 * last + 6 * scores < nested.recomputed_flops
 
 
 def test_the_length_of_segments() -> None:
