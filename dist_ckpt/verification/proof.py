@@ -14,6 +14,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from dist_ckpt.cost import LossFn, ModelInput, default_loss
 from dist_ckpt.errors import DistCkptError, PlanError
+from dist_ckpt.guards.caches import switch_off_caches
+from dist_ckpt.guards.caches import switch_off_caches
 from dist_ckpt.names import unwrap
 from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
@@ -34,6 +36,7 @@ from dist_ckpt.verification.observe import Observation, Observer
 from dist_ckpt.verification.state import Keepsake, Roots
 from dist_ckpt.verification.streams import streams_of
 from dist_ckpt.wrap.apply import apply_plan, remove_plan
+from dist_ckpt.wrap.module import is_recomputed
 
 
 def verify(
@@ -119,10 +122,23 @@ def judge(base: Observation, again: Observation, planned: Observation, plan: Pla
     )
 
 
+def like_with_a_plan(model: nn.Module, plan: Plan) -> None:
+    """Makes a model that has no plan differ from one that has by the plan alone, and not by what comes along with it.
+
+    A key/value cache lays keys out otherwise in memory, and that rounds gradients otherwise.
+    """
+    if plan.regions and not any(map(is_recomputed, model.modules())):
+        switch_off_caches(model)
+
+
 def _observed(model: nn.Module, batch: Any, loss_fn: LossFn, plan: Plan, applied: Plan) -> Observation:
     copied, copied_batch = _copy(model), _copy(batch)
     remove_plan(copied)
     apply_plan(copied, applied)
+    like_with_a_plan(copied, plan)
+    if plan.regions and not applied.regions:
+        # The plan switches key/value caches off, which says so itself; sums through a cache are in another order.
+        switch_off_caches(copied)
     if not copied.training:
         copied.train()
     observer = Observer(copied, plan, loss_fn, copied_batch, original=model)

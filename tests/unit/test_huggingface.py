@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_ckpt import PlanError, apply, make_plan, named_parameters, plan_cost, remove_plan
+from dist_ckpt import PlanError, apply, make_plan, named_parameters, plan_cost, remove_plan, verify
 from dist_ckpt.blocks import find_blocks
 from tests.hf_models import (
     BLOCKS,
@@ -238,3 +238,11 @@ def test_a_model_that_is_compiled_whole_after_a_plan_trains_the_same() -> None:
     expected = step(torch.compile(plain, backend="aot_eager"), batch, use_cache=False)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_plan_is_proven_against_a_step_without_cache_too(name: str) -> None:
+    model, batch = build(name), batch_for(name)
+    assert getattr(model.config, "use_cache", False) is True
+    outcome = verify(model, batch, None, {"mode": "segments", "k": 2})
+    assert outcome.ok, str(outcome)
