@@ -23,15 +23,17 @@ class HostCopy:
     long autograd would have kept the original.
     """
 
-    def __init__(self, source: Tensor, transfer: Transfer) -> None:
+    def __init__(self, source: Tensor, root: Tensor, transfer: Transfer) -> None:
         self.fetched: Fetched | None = None
         self.was_asked_for = False
         self.place = 0
         """When it was packed, among the copies that may be fetched ahead."""
         self.transfer = transfer
         self.waiting = transfer.out(source)
-        # Copies are found by the address of what they are copies of, which must not become another's meanwhile.
-        self._source = torch_private.weak_storage(source)
+        # Copies are found by addresses, which may become another's meanwhile: of the first that is noticed, the second
+        # is kept from it.
+        self.root = weakref.ref(root)
+        self._storage = torch_private.weak_storage(source)
 
     @property
     def nbytes(self) -> int:
@@ -70,18 +72,21 @@ class HostCopies:
         self._on_device: weakref.WeakSet[HostCopy] = weakref.WeakSet()
         self._backward: int | None = None
 
-    def copy_of(self, tensor: Tensor, start: int, stop: int, version: int) -> HostCopy:
+    def copy_of(self, tensor: Tensor, start: int, stop: int) -> HostCopy:
         """The copy of a part of a tensor's storage, made now unless it was made since that was edited last.
 
         Args:
             start, stop: which part, in elements of the tensor's type.
-            version: the tensor's version counter.
         """
-        key = (tensor.untyped_storage()._cdata, version, tensor.dtype, start, stop)
+        local = local_tensor(tensor)
+        # Only a tensor and its views are known to share a version counter. Other aliases have their own, and are edited
+        # unseen by this one: the gates of a recurrent cell are (``unsafe_chunk`` in aten/src/ATen/native/RNN.cpp).
+        root = tensor if tensor._base is None else tensor._base
+        key = (id(root), local.untyped_storage()._cdata, tensor._version, local.dtype, start, stop)
         copy = self._found.get(key)
-        if copy is None:
-            source = tensor.detach().as_strided((stop - start,), (1,), start)
-            copy = self._found[key] = HostCopy(source, self._transfer_of(source))
+        if copy is None or copy.root() is not root:
+            source = local.detach().as_strided((stop - start,), (1,), start)
+            copy = self._found[key] = HostCopy(source, root, self._transfer_of(source))
         if copy.transfer.looks_ahead:
             self._queue(copy)
         return copy

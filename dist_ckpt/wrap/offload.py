@@ -130,7 +130,7 @@ class Offloader:
             start, stop = 0, whole
         if (stop - start) * local.itemsize < self._min_bytes:
             return Watched(tensor)
-        return Hosted(self._copies, self._copies.copy_of(local, start, stop, tensor._version), tensor, start)
+        return Hosted(self._copies, self._copies.copy_of(tensor, start, stop), tensor, start)
 
     def settle(self) -> None:
         """Lets go of all originals that are still being copied."""

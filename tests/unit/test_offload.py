@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -312,6 +313,21 @@ def test_a_storage_that_was_edited_in_between_is_copied_again() -> None:
     tensor.add_(1)
     after = offloader.put(tensor)
     assert before.get().sum() == 0 and after.get().sum() == 64
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_parts_of_a_storage_that_are_edited_by_themselves_are_copied_by_themselves(kind: type[nn.Module]) -> None:
+    """The gates of a cell are computed in place, each in its part of one storage and with its own version counter."""
+    torch.manual_seed(0)
+    model, x = kind(16, 16, 2, dropout=0.2), torch.randn(5, 3, 16)
+    expected, found = ([], [])
+    for grads, offloader in ((expected, None), (found, Offloader(min_bytes=0))):
+        torch.manual_seed(1)
+        model.zero_grad()
+        with contextlib.nullcontext() if offloader is None else offloader.hooks(model):
+            loss = model(x)[0].pow(2).sum()
+        grads += gradients(model, loss)
+    assert_equal(found, expected)
 
 
 def test_one_storage_as_two_types_is_right() -> None:
