@@ -45,7 +45,17 @@ class Storages:
         return sum(storage.nbytes() for storage in self._by_id.values())
 
 
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""What sparse tensors, which have no storage of their own, lie in."""
+
+
 def _plain_parts(tensor: Tensor) -> list[Tensor]:
+    if tensor.layout in _SPARSE_PARTS:
+        return [getattr(tensor, part)() for part in _SPARSE_PARTS[tensor.layout]]
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
