@@ -80,7 +80,7 @@ def _observed(job: Job, applied: Plan) -> Observation:
     from dist_ckpt.trainer.data import micro_batches
     from dist_ckpt.trainer.job import build_engine, seed_rank
     from dist_ckpt.trainer.models.source import model_source
-    from dist_ckpt.verification import Observer
+    from dist_ckpt.verification import Observer, like_with_a_plan
 
     config, place = job.config, job.place
     if config.train.compile:
@@ -89,6 +89,7 @@ def _observed(job: Job, applied: Plan) -> Observation:
     engine = build_engine(config, job.device, source)
     seed_rank(config, place.rank)
     engine.prepare(source.model, applied)
+    like_with_a_plan(engine.model, job.plan)
     accum = config.resolved_grad_accum(place.world_size)
     batches = micro_batches(job.train_rows, 0, place.rank, place.world_size, config.train.micro_batch, accum)
     observer = Observer(engine.model, job.plan, source.loss_sum, batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dist_ckpt.verification.findings import Finding, GradientCheck, Verification, merge
 from dist_ckpt.verification.observe import Observation, Observer
-from dist_ckpt.verification.proof import judge, untouched, verify
+from dist_ckpt.verification.proof import judge, like_with_a_plan, untouched, verify
 
 __all__ = [
     "Finding",
@@ -13,6 +13,7 @@ __all__ = [
     "Observer",
     "Verification",
     "judge",
+    "like_with_a_plan",
     "merge",
     "untouched",
     "verify",

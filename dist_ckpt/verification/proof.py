@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointError
 from dist_ckpt.cost import LossFn, ModelInput, default_loss
 from dist_ckpt.errors import DistCkptError, PlanError
 from dist_ckpt.guards.caches import switch_off_caches
-from dist_ckpt.guards.caches import switch_off_caches
 from dist_ckpt.names import unwrap
 from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan

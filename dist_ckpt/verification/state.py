@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
 
 from dist_ckpt.names import named_modules, named_parameters, own_class
 from dist_ckpt.verification.bindings import Binding, class_bindings, function_bindings
@@ -25,7 +26,7 @@ Look = Mapping[Key, Any]
 """What was found: plain values, and fingerprints of tensors."""
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_NOT_STATE = ("_dist_ckpt_", "_fsdp_", "_forward_", "_is_hf_initialized")
+_NOT_STATE = ("_dist_ckpt_", "_fsdp_", "_is_hf_initialized")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -84,7 +85,7 @@ class Roots:
                 if is_state and f"{name}.{attribute}".lstrip(".") not in skipped:
                     walk.visit(name, attribute, value)
             for attribute, parameter in module._parameters.items():
-                if parameter is not None and not sharded:
+                if parameter is not None and not sharded and not is_lazy(parameter):
                     walk.visit(name, attribute, parameter.detach())
         for label, value in self.arguments.items():
             walk.visit(label, "", value)

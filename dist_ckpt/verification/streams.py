@@ -57,7 +57,8 @@ def comparable(state: Any) -> Any:
     if isinstance(state, Mapping):
         return tuple((key, comparable(value)) for key, value in state.items())
     if isinstance(state, tuple):
-        return tuple(map(comparable, state))
+        is_plain = len(state) > 100 and type(state[0]) is int  # Python's own: 625 numbers, at every module call
+        return state if is_plain else tuple(map(comparable, state))
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 

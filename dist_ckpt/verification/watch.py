@@ -200,12 +200,14 @@ class Watch:
             self.calls.append(event)
 
     def _note_draws(self, module: str) -> None:
+        if _in_backward():
+            return
         in_region = not self._regions.isdisjoint((module, *self._stack))
         for name, stream in self._streams.items():
             state = comparable(stream.state())
             if state != self._states[name]:
                 self._states[name] = state
-                if in_region and not _in_backward() and module not in self.draws.setdefault(name, []):
+                if in_region and module not in self.draws.setdefault(name, []):
                     self.draws[name].append(module)
 
     def _note_arguments(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

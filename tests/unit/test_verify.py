@@ -14,71 +14,52 @@ from torch import Tensor, nn
 
 import dist_ckpt
 from dist_ckpt import PlanError, make_plan, verify
-from dist_ckpt.policy import POLICIES
-from dist_ckpt.trainer.models.config import ModelConfig
-from dist_ckpt.trainer.models.init import init_parameters
-from dist_ckpt.trainer.models.llama import Transformer
 from dist_ckpt.verification import Finding, GradientCheck, Verification, merge
+from tests.architectures import ARCHITECTURES, build
+from tests.unit.test_architectures import PAIRS as ALL_PAIRS
+from tests.unit.test_architectures import expected_refusal, pair_id
 from tests.unit.toys import Stack
 
-MODES = [mode for mode in POLICIES if mode not in ("none", "plan")]
+PAIRS = [pair for pair in ALL_PAIRS if pair[1] not in ("none", "plan") and expected_refusal(*pair) is None]
+DIAGONAL = PAIRS[:: len(ARCHITECTURES) + 1]
 
 
-def decoder() -> tuple[nn.Module, Any]:
-    """Our transformer with dropout, on a batch of tokens."""
-    model = Transformer(
-        ModelConfig(n_layers=3, d_model=32, n_heads=4, n_kv_heads=2, d_ff=48, vocab_size=61, dropout=0.1)
-    )
-    model.init_buffers()
-    init_parameters(model, 3, 3)
-    tokens = torch.randint(0, 61, (2, 17))
-    return model, {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+def check_no_alarm(name: str, mode: str, options: dict[str, Any], mixed: bool = False) -> None:
+    case = build(name)
 
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            return case.loss_fn(model, batch)
 
-class ResBlock(nn.Module):
-    """x: (batch, channels, height, width) → the same."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.norm2(self.conv2(torch.relu_(self.norm1(self.conv1(x))))))
-
-
-def resnet() -> tuple[nn.Module, Any]:
-    """Convolutions with BatchNorm, the last of them in front of a sum, on images."""
-    blocks = [ResBlock(4) for _ in range(3)]
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(*blocks), nn.Dropout2d(0.3)), torch.randn(2, 3, 8, 8)
-
-
-def mixed_loss(model: nn.Module, batch: Any) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return model(**batch)
-
-
-def policy_of(mode: str, model_name: str) -> Any:
-    policy: dict[str, Any] = {"mode": mode}
-    if mode == "selective_attention" and model_name == "resnet":
-        policy["modules"] = "conv2"
-    return policy
-
-
-FAST = [("decoder", mode) for mode in MODES] + [("resnet", "full"), ("autocast", "selective")]
-OTHERS = [(name, mode) for name in ("resnet", "autocast") for mode in MODES if (name, mode) not in FAST]
-
-
-@pytest.mark.parametrize(("model_name", "mode"), [*FAST, *(pytest.param(*c, marks=pytest.mark.full) for c in OTHERS)])
-def test_no_alarm_over_a_healthy_model(model_name: str, mode: str) -> None:
-    torch.manual_seed(0)
-    model, batch = resnet() if model_name == "resnet" else decoder()
-    proof = verify(model, batch, mixed_loss if model_name == "autocast" else None, policy_of(mode, model_name))
+    proof = verify(case.model, case.batch, loss_fn, {"mode": mode, **options, **case.options})
     assert proof.ok and not proof.notes, str(proof)
     assert proof.regions and (proof.recomputes or mode == "offload")
     assert proof.gradients and all(check.status == "equal" for check in proof.gradients)
-    assert proof.buffers == len(list(model.buffers())) and {"torch", "random", "numpy.random"} <= set(proof.streams)
+    assert proof.buffers == len(list(case.model.buffers()))
+    assert {"torch", "random", "numpy.random"} <= set(proof.streams)
     assert "proven: the step is the same" in str(proof)
+
+
+@pytest.mark.parametrize(("name", "mode", "options"), DIAGONAL, ids=pair_id)
+def test_no_alarm_over_healthy_models(name: str, mode: str, options: dict[str, Any]) -> None:
+    check_no_alarm(name, mode, options)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_no_alarm_under_autocast(mode: str) -> None:
+    check_no_alarm("decoder", mode, {}, mixed=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "mode", "options"), PAIRS, ids=pair_id)
+def test_no_alarm_over_any_healthy_model(name: str, mode: str, options: dict[str, Any], mixed: bool) -> None:
+    check_no_alarm(name, mode, options, mixed)
+
+
+def decoder() -> tuple[nn.Module, Any]:
+    case = build("decoder")
+    return case.model, case.batch
 
 
 def test_memory_and_flops_are_those_of_plan_cost() -> None:
@@ -134,17 +115,19 @@ def test_nothing_of_the_users_is_touched() -> None:
 
 
 def test_a_frozen_norm_stays_frozen() -> None:
-    torch.manual_seed(0)
-    model, batch = resnet()
-    model[1][0].norm1.eval()
-    assert verify(model, batch, None, "full").ok
+    case = build("resnet")
+    frozen = next(module for module in case.model.modules() if isinstance(module, nn.BatchNorm2d))
+    frozen.eval()
+    proof = verify(case.model, case.batch, case.loss_fn, {"mode": "full", **case.options})
+    assert proof.ok, str(proof)
+    assert not frozen.training
 
 
 def test_a_plan_that_is_applied_already() -> None:
     torch.manual_seed(0)
     model, batch = decoder()
     plan = dist_ckpt.apply(model, "full")
-    assert verify(model, batch, None, plan).recomputes == 3
+    assert verify(model, batch, None, plan).recomputes == len(plan.regions)
 
 
 class Unseeded(nn.Module):
