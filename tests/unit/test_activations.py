@@ -168,9 +168,9 @@ def test_an_in_place_edit_still_raises_with_the_meter_on(policy: str) -> None:
 def test_sparse_tensors_count_with_their_indices(compressed: bool) -> None:
     values, columns = torch.ones(6), torch.arange(6)
     if compressed:
-        sparse = torch.sparse_csr_tensor(torch.arange(7), columns, values, (6, 16))
+        sparse = torch.sparse_csr_tensor(torch.arange(7), columns, values, (6, 16), check_invariants=True)
     else:
-        sparse = torch.sparse_coo_tensor(torch.stack([columns, columns]), values, (6, 16))
+        sparse = torch.sparse_coo_tensor(torch.stack([columns, columns]), values, (6, 16), check_invariants=True)
     indices = (7 + 6 if compressed else 2 * 6) * 8
     weight = torch.randn(16, 5, requires_grad=True)
     assert saved_bytes([torch.sparse.mm(sparse, weight).sum()], [weight]).total == 6 * 4 + indices
