@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dist_ckpt.errors import PlanError
-from dist_ckpt.plan import OpRule, Region, SaveRule
+from dist_ckpt.plan import Region, SaveRule
 from dist_ckpt.planning.inside import select_inside
 from dist_ckpt.planning.planned import Planned, Target
 from dist_ckpt.planning.segments import cut
+from dist_ckpt.planning.selective import save_rules
 from dist_ckpt.policy import NestedPolicy
 
 MOST_LEVELS = 3
@@ -26,7 +27,7 @@ def plan_nested(target: Target, policy: NestedPolicy) -> Planned:
         found, counts = select_inside(target, pattern, key="inner")
         names |= dict.fromkeys(found)
         matched |= counts
-    save = SaveRule(ops=tuple(OpRule("save", op) for op in policy.save or ()))
+    save = SaveRule(ops=save_rules(policy.save or (), "save"))
     regions = tuple(_segment(modules, _nest(list(names), modules, save)) for modules in segments)
     deepest = max(region.depth for region in regions)
     if deepest > MOST_LEVELS:

@@ -25,6 +25,7 @@ from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
 from dist_ckpt.planning import apply
 from dist_ckpt.wrap.apply import apply_plan
+from dist_ckpt.wrap.rules import Rules
 from tests.unit.toys import Residual, Stack
 
 X = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
@@ -72,7 +73,7 @@ MEANT: list[tuple[tuple[OpRule, ...], int]] = [
     ((OpRule("save", "matmul", calls=(4, 1)),), SCORES + UP),
     ((OpRule("save", "matmul", within="attention", calls=(3,)),), OUT),
     ((OpRule("save", "matmul", every=2),), QKV + MIXED + UP),
-    ((OpRule("save", "matmul", every=3),), QKV + OUT),
+    ((OpRule("save", "matmul", every=4),), QKV + UP),  # six products: a count that ran on would shift
     # What an earlier rule takes is not counted by a later one.
     ((OpRule("recompute", "matmul", within="**.qkv"), OpRule("save", "matmul", every=2)), SCORES + OUT + DOWN),
     ((OpRule("save", "matmul", calls=(0,)), OpRule("save", "matmul", calls=(0,))), QKV + SCORES),
@@ -373,3 +374,36 @@ def test_default_rules_must_find_something_to_keep() -> None:
     apply(model, "selective")
     with pytest.raises(PlanError, match="matched no call"):
         model(X)
+
+
+def test_rules_are_plain_data() -> None:
+    rules = (
+        OpRule("recompute", "matmul", within="mlp.*"),
+        OpRule("offload", "aten.mm", calls=(0, 3), required=False),
+        OpRule("save", "matmul", within="**", every=2),
+    )
+    plan = Plan(blocks=("a.0",), regions=(Region(("a.0",), SaveRule(ops=rules)),))
+    assert Plan.from_json(plan.to_json()) == plan
+    shown = "recompute matmul within mlp.*, offload aten.mm calls 0, 3 if present, save matmul every 2 within **"
+    assert f"[{shown}]" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"within": ""}, "within is empty"),
+        ({"calls": (-1,)}, "counted from 0"),
+        ({"calls": (True,)}, "counted from 0"),
+        ({"every": 0}, "at least 1"),
+        ({"every": 2, "calls": (1,)}, "excludes calls"),
+        ({"action": "keep"}, "no action 'keep'"),
+    ],
+)
+def test_mistakes_in_a_rule_say_which(mistake: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=f"op rule for 'mm': .*{message}"):
+        OpRule(**({"action": "save", "op": "mm"} | mistake))
+
+
+def test_a_function_has_no_modules_for_a_rule_to_name() -> None:
+    with pytest.raises(PlanError, match="a function has no modules for `within`"):
+        Rules(Region(("f",), SaveRule(ops=(OpRule("save", "mm", within="x"),))))
