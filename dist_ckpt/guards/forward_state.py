@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dist_ckpt.errors import PlanError
-from dist_ckpt.names import unwrapped_name
+from dist_ckpt.names import named_parameters, unwrapped_name
 
 COPY_LIMIT_BYTES = 2**20
 """Larger buffers (rotary tables, caches) are not copied at each forward; that they stay the same is checked instead."""
@@ -37,6 +37,13 @@ class ForwardState(AbstractContextManager["ForwardState"]):
         self._inner = inner
         self._module = module
         self._training = tuple(m.training for m in module.modules())
+        # Sharding may put other objects in a parameter's place until backward, which says nothing about edits.
+        self._parameters = [
+            (owner, name, p, p._version)
+            for owner in module.modules()
+            for name, p in owner._parameters.items()
+            if p is not None
+        ]
         self._copies: list[tuple[nn.Module, str, Tensor]] = []
         self._checked: list[tuple[str, nn.Module, str, Tensor, int]] = []
         for prefix, owner, name, buffer in buffers_of(module):
@@ -66,6 +73,14 @@ class ForwardState(AbstractContextManager["ForwardState"]):
                 f"train() or eval() was called on a recomputed {type(self._module).__name__} between its forward and "
                 "its backward: the recompute would differ from the forward"
             )
+        for owner, name, parameter, version in self._parameters:
+            if owner._parameters.get(name) is parameter and parameter._version != version:
+                full = next((n for n, p in named_parameters(self._module) if p is parameter), name)
+                raise RuntimeError(
+                    f"parameter {full!r} of a recomputed {type(self._module).__name__} was edited in place by its "
+                    "forward, or between its forward and its backward (an optimizer step?): the recompute would differ "
+                    "from the forward"
+                )
         for full, owner, name, buffer, version in self._checked:
             if owner._buffers[name] is not buffer or buffer._version != version:
                 raise RuntimeError(

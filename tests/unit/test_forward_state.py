@@ -15,6 +15,7 @@ from dist_ckpt.guards.forward_state import COPY_LIMIT_BYTES
 from dist_ckpt.plan import Plan, Region
 from dist_ckpt.planning import apply, make_plan
 from dist_ckpt.wrap.apply import apply_plan
+from tests.unit.toys import Stack
 
 
 class ConvBlock(nn.Module):
@@ -196,3 +197,35 @@ def test_blocks_with_buffers_are_not_compiled() -> None:
     engine = ENGINES["ddp"](TrainingOptions(compile=True), torch.device("cpu"), lambda m, b: m(**b))
     with pytest.raises(EngineError, match=r"train\.compile: 0: .*has buffers"):
         engine.prepare(model, make_plan(model, "full"))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", {"mode": "segments", "k": 2}])
+def test_a_parameter_that_is_edited_before_backward_is_an_error_as_without_a_policy(policy: Any) -> None:
+    for one in ("none", policy):
+        model = Stack(2)
+        apply(model, one)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loss = model(torch.randn(2, 5, 4)).square().sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        message = (
+            "modified by an inplace operation" if one == "none" else "parameter 'norm.weight' of a recomputed Block"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            loss.backward()
+
+
+def test_a_parameter_that_its_forward_edits_is_an_error() -> None:
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes, self.fc = nn.Parameter(torch.ones(4), requires_grad=False), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.codes.mul_(0.5)
+            return (self.fc(x).tanh() * self.codes.clone()).exp()
+
+    model = nn.Sequential(Codebook(), Codebook())
+    apply(model, {"mode": "full", "blocks": "Codebook"})
+    with pytest.raises(RuntimeError, match="parameter 'codes' of a recomputed Codebook was edited in place"):
+        model(torch.randn(2, 4)).sum().backward()
