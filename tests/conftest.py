@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -27,3 +28,12 @@ def ranks() -> Iterator[RankGroups]:
         yield groups
     finally:
         groups.close()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Reference counts alone have to free everything: a cycle would keep it until Python's collector runs."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

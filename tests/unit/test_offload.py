@@ -7,7 +7,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from dist_ckpt.memory.storages import Storages
 from dist_ckpt.planning import apply
 from dist_ckpt.report.console import memory_table
 from dist_ckpt.wrap.offload import Offloader, Watched
+from tests.unit.hosts import hosts_made
 from tests.unit.toys import Stack
 
 
@@ -364,31 +365,6 @@ def test_an_edit_in_backward_reaches_nobody_else() -> None:
         loss = (y.pow(3) + Scales.apply(y)).sum()
     loss.backward()
     assert torch.equal(x.grad, 3 * x.detach().pow(2) + 2)
-
-
-def hosts_made(patch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
-    """Weak references to every host buffer that is made from now on."""
-    from dist_ckpt.wrap.transfer import Synchronous, Waiting
-
-    made: list[weakref.ref[Tensor]] = []
-    out = Synchronous.out
-
-    def spy(self: Synchronous, source: Tensor) -> Waiting:
-        waiting = out(self, source)
-        made.append(weakref.ref(waiting.host))
-        return waiting
-
-    patch.setattr(Synchronous, "out", spy)
-    return made
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Reference counts alone have to free everything: a cycle would keep it until Python's collector runs."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("min_bytes", [0, 400])

@@ -17,13 +17,14 @@ from dist_ckpt.flops import count_flops
 from dist_ckpt.memory.activations import SavedBytes, saved_bytes
 from dist_ckpt.memory.storages import Storages
 from dist_ckpt.names import named_parameters
+from dist_ckpt.plan import EVERYTHING, OpRule, Plan, Region, SaveRule
 from dist_ckpt.planning import apply, make_plan
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.models.init import init_parameters
 from dist_ckpt.trainer.models.llama import Transformer
 from dist_ckpt.wrap.apply import apply_plan, remove_plan
 from dist_ckpt.wrap.offload import MIN_BYTES, Offloader
-from tests.unit.test_offload import hosts_made, no_collector  # noqa: F401
+from tests.unit.hosts import hosts_made
 from tests.unit.toys import Stack
 
 BATCH, SEQ = 4, 96
@@ -31,12 +32,15 @@ BATCH, SEQ = 4, 96
 
 OFFLOADING: list[Any] = [
     "offload",
-    {"mode": "offload", "modules": ["attention", "feed_forward.w2"]},
     {"mode": "full", "inputs": "offload"},
+    {"mode": "segments", "k": 2, "inputs": "offload"},
+    {"mode": "selective", "inputs": "offload", "offload": ["attention"]},
+]
+MORE: list[Any] = [
+    {"mode": "offload", "modules": ["attention", "feed_forward.w2"]},
     {"mode": "every_k", "k": 2, "inputs": "offload"},
     {"mode": "selective", "inputs": "offload"},
     {"mode": "selective_attention", "inputs": "offload"},
-    {"mode": "segments", "k": 2, "inputs": "offload"},
     {"mode": "nested", "k": 2, "inputs": "offload"},
 ]
 
@@ -65,7 +69,7 @@ def step(config: ModelConfig, policy: Any, backwards: int = 1) -> tuple[SavedByt
     return saved[0], flops, {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
 
 
-@pytest.mark.parametrize("policy", OFFLOADING, ids=str)
+@pytest.mark.parametrize("policy", [*OFFLOADING, *(pytest.param(one, marks=pytest.mark.full) for one in MORE)], ids=str)
 def test_gradients_are_bitwise_those_without_and_the_cost_is_what_was_said(policy: Any) -> None:
     config = ModelConfig(n_layers=3, dropout=0.1)
     _, _, expected = step(config, "none")
@@ -176,7 +180,7 @@ def test_each_step_frees_what_it_copied(
     policy: Any,
     everything: None,
     monkeypatch: pytest.MonkeyPatch,
-    no_collector: None,  # noqa: F811
+    no_collector: None,
 ) -> None:
     made = hosts_made(monkeypatch)
     model = stack(policy)
@@ -277,11 +281,7 @@ def test_offloading_inside_a_users_own_hooks_is_right(everything: None) -> None:
 
 def test_a_region_that_offloads_inside_one_that_recomputes_is_refused(everything: None) -> None:
     model = stack("none")
-    outer, inner = make_plan(model, "full"), make_plan(model, {"mode": "offload", "modules": "mlp"})
-    regions = tuple(
-        type(one)(one.modules, inner=tuple(i for i in inner.regions if i.modules[0].startswith(one.modules[0])))
-        for one in outer.regions
-    )
-    plan = type(outer)(blocks=outer.blocks, regions=regions)
+    waits = SaveRule(ops=(OpRule("offload", EVERYTHING),))
+    regions = tuple(Region((f"blocks.{n}",), inner=(Region((f"blocks.{n}.mlp",), waits),)) for n in range(3))
     with pytest.raises(PlanError, match="offloads inside the region of"):
-        apply_plan(model, plan)
+        apply_plan(model, Plan(regions=regions))
