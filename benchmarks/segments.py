@@ -98,8 +98,7 @@ def sweep(build: Any, shape: tuple[int, ...]) -> tuple[list[Measured], str]:
     model, batch = build(), torch.randn(shape)
     blocks = make_plan(model, "full").blocks
     sizes = measure_blocks(model, batch, None, blocks).values()
-    # Every block is given one input of this size; tables that all of them share count once, and not here.
-    given = Storages([batch]).nbytes
+    given = sum(size.inputs for size in sizes) / N
     kept = sum(size.kept for size in sizes) / N
     found = []
     for k in range(1, N + 1):

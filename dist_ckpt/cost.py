@@ -111,16 +111,16 @@ def plan_cost(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn |
     saved, flops = with_plan
     baseline_saved, baseline_flops = without
     return PlanCost(
-        saved.total,
-        saved.inputs,
-        saved.cached,
-        flops,
-        baseline_saved.total,
-        baseline_flops,
-        saved.offloaded,
-        saved.weight_copies,
-        saved.opaque,
-        saved.unseen,
+        saved_bytes=saved.total,
+        input_bytes=saved.inputs,
+        cached_bytes=saved.cached,
+        flops=flops,
+        baseline_saved_bytes=baseline_saved.total,
+        baseline_flops=baseline_flops,
+        offloaded_bytes=saved.offloaded,
+        weight_copy_bytes=saved.weight_copies,
+        opaque=saved.opaque,
+        unseen=saved.unseen,
     )
 
 
@@ -171,7 +171,7 @@ def fake_training(model: nn.Module, plan: Plan, batch: ModelInput) -> Iterator[t
             yield fake, _fake_batch(batch, mode, device)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise PlanError(
-                f"the cost cannot be computed without running the model: its forward depends on values ({error})"
+                f"the step cannot run on tensors without values: its forward depends on them ({error})"
             ) from error
 
 
@@ -220,7 +220,7 @@ def _fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 def _copy_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
     """A deep copy in which every tensor is replaced by one without memory."""
     if unwrap(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
-        raise PlanError("what a plan costs is computed on the model before sharding and compiling")
+        raise PlanError("to run on tensors without memory, the model must be as it is before sharding and compiling")
     replaced: dict[int, Any] = {}
     for module in model.modules():
         tensors = [*module._parameters.values(), *module._buffers.values(), *module.__dict__.values()]

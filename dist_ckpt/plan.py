@@ -216,7 +216,9 @@ class Plan:
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in telling_options(self.policy).items())
-        head = f"plan: {self.policy.get('mode', 'none')}" + (f" ({options})" if options else "")
+        mode = self.policy.get("mode", "none")
+        named = "by hand" if self.regions and mode == "none" else mode
+        head = f"plan: {named}" + (f" ({options})" if options else "")
         lines = [f"{head}, {len(self.regions)} regions in {len(self.blocks)} blocks"]
         lines += [f"  matched    {pattern}: {count} modules" for pattern, count in self.matched]
         lines += [f"  blocks     {name}" for name in fold_names(self.blocks)]

@@ -63,11 +63,17 @@ class BlockPolicy(Policy):
     crosses levels), or a list of these."""
     exclude: str | tuple[str, ...] = ()
     """Blocks that are left alone: a class name, a glob over module names, or a list of these."""
+    min_bytes: Annotated[int, Range(least=0)] = 0
+    """Regions that would free less than this in one micro-batch are left out. Needs a batch to measure on."""
+
+
+@dataclass(frozen=True)
+class RecomputePolicy(BlockPolicy):
+    """Base of the policies whose regions are recomputed."""
+
     inputs: Inputs = Inputs.keep
     """``offload``: what each region needs to run again waits in host memory. Costs two copies over the link a region;
     parameters and small tensors stay."""
-    min_bytes: Annotated[int, Range(least=0)] = 0
-    """Regions that would free less than this in one micro-batch are left out. Needs a batch to measure on."""
     preserve_rng_state: bool = True
     """Replay torch's random generators in the recompute. Costs a copy of each generator's state a region and forward
     (5 KB on CPU). Without it a region that draws random numbers is an error."""
@@ -80,14 +86,14 @@ class BlockPolicy(Policy):
 
 
 @dataclass(frozen=True)
-class FullPolicy(BlockPolicy):
+class FullPolicy(RecomputePolicy):
     """Recompute each block as a whole; only its inputs are kept. The least memory without nesting."""
 
     mode: ClassVar[str] = "full"
 
 
 @dataclass(frozen=True)
-class EveryKPolicy(BlockPolicy):
+class EveryKPolicy(RecomputePolicy):
     """Recompute every ``k``-th block as a whole and keep the others."""
 
     mode: ClassVar[str] = "every_k"
@@ -97,7 +103,7 @@ class EveryKPolicy(BlockPolicy):
 
 
 @dataclass(frozen=True)
-class FirstNPolicy(BlockPolicy):
+class FirstNPolicy(RecomputePolicy):
     """Recompute the first ``n`` blocks as a whole and keep the others (Megatron's method "block").
 
     The first blocks' activations live longest. On a pipeline stage or with a budget, n is the number of blocks that
@@ -111,7 +117,7 @@ class FirstNPolicy(BlockPolicy):
 
 
 @dataclass(frozen=True)
-class SelectivePolicy(BlockPolicy):
+class SelectivePolicy(RecomputePolicy):
     """Inside each block, keep the results of operations that are expensive to recompute and recompute the rest.
 
     Kept by default: matrix products, convolutions, attention kernels, collectives, ``topk`` (a routing decision that
@@ -141,7 +147,7 @@ class SelectivePolicy(BlockPolicy):
 
 
 @dataclass(frozen=True)
-class SelectiveAttentionPolicy(BlockPolicy):
+class SelectiveAttentionPolicy(RecomputePolicy):
     """Recompute chosen modules inside each block, by default its attention, and keep the rest.
 
     Worthwhile where attention materializes its (seq × seq) scores. A fused attention kernel keeps so little that there
@@ -156,7 +162,7 @@ class SelectiveAttentionPolicy(BlockPolicy):
 
 
 @dataclass(frozen=True)
-class SegmentPolicy(BlockPolicy):
+class ConsecutivePolicy(RecomputePolicy):
     """Base of the policies that take consecutive blocks as one region; a segment never crosses lists of blocks."""
 
     k: Size | str = "sqrt"
@@ -170,7 +176,7 @@ class SegmentPolicy(BlockPolicy):
 
 
 @dataclass(frozen=True)
-class SegmentsPolicy(SegmentPolicy):
+class SegmentsPolicy(ConsecutivePolicy):
     """Recompute ``k`` consecutive blocks as one region, of which only the inputs are kept.
 
     A longer segment keeps less between forward and backward and needs more during its own backward: the peak is about
@@ -185,7 +191,7 @@ class SegmentsPolicy(SegmentPolicy):
 
 
 @dataclass(frozen=True)
-class NestedPolicy(SegmentPolicy):
+class NestedPolicy(ConsecutivePolicy):
     """Segments of ``k`` blocks with further regions inside: the least memory, at up to one more recompute a level.
 
     While a segment is recomputed, its blocks keep only what their own regions keep, so the peak is about
@@ -220,10 +226,6 @@ class OffloadPolicy(BlockPolicy):
 
     modules: str | tuple[str, ...] = "block"
     """``block`` (whole blocks), ``attention``, ``mlp``, or globs over module names relative to the block."""
-
-    def check(self) -> None:
-        if self.inputs is Inputs.offload:
-            raise PlanError("ckpt.inputs=offload: mode 'offload' has no region inputs, it offloads all that is saved")
 
 
 @dataclass(frozen=True)
@@ -300,14 +302,16 @@ def policy_from(spec: PolicySpec) -> Policy:
 
 
 def telling_options(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a policy as :meth:`Policy.to_dict` wrote it, the options worth reading: the mode's own as far as they say
-    something, and those that many modes have where they differ from their defaults."""
-    common = {f.name: _plain(f.default) for f in dataclasses.fields(BlockPolicy)}
-    empty: tuple[Any, ...] = (None, False, [], "")
+    """Of a policy as :meth:`Policy.to_dict` wrote it, the options worth reading: those that differ from their defaults,
+    and of the mode's own also defaults that say something (``k=2``)."""
+    common = {f.name for f in dataclasses.fields(RecomputePolicy)}
+    cls = POLICIES.get(str(policy.get("mode")), RecomputePolicy)
+    defaults = {f.name: _plain(f.default) for f in dataclasses.fields(cls)}
+    silent: tuple[Any, ...] = (None, False, [], "", 1)
     return {
         name: value
         for name, value in policy.items()
-        if name != "mode" and (value != common[name] if name in common else value not in empty)
+        if name != "mode" and (value != defaults.get(name) or not (name in common or value in silent))
     }
 
 

@@ -86,6 +86,8 @@ def modes_of(plan: Plan) -> tuple[str, ...]:
 
 def unsupported(plan: Plan, engine: str, precision: str, compiled: bool, allow_untested: bool) -> Iterator[str]:
     """Why a plan is not to be run so: the combinations that it is made of, as far as they are not proven right."""
+    if compiled:
+        yield from _uncompiled(plan)
     for mode in modes_of(plan):
         combination = Combination(mode, engine, precision, compiled)
         found = standing(combination)
@@ -96,3 +98,14 @@ def unsupported(plan: Plan, engine: str, precision: str, compiled: bool, allow_u
                 f"{combination}: no test has proven it right; choose one that docs/support.md shows as proven, or take "
                 "it as it is with engine.allow_untested=true"
             )
+
+
+def _uncompiled(plan: Plan) -> Iterator[str]:
+    """What of a plan compiled code would not do."""
+    regions = tuple(plan.all_regions())
+    if any(region.save.offloads and not region.save.offloads_everything for region in regions):
+        yield "train.compile: compiled code has no moment to offload in; choose a plan that offloads nothing"
+    if any(not region.early_stop for region in regions):
+        yield "train.compile: ckpt.early_stop=false means nothing to compiled code, which recomputes what it needs"
+    if any(region.determinism_check == "none" for region in regions):
+        yield "train.compile: ckpt.determinism_check=none means nothing to compiled code, which checks nothing"

@@ -62,13 +62,13 @@ def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iter
     walk = _Walk(Storages(resident), any(root.device.type != "cpu" for root in roots))
     walk.visit([root.grad_fn for root in roots], {tensor.grad_fn for tensor in until})
     return SavedBytes(
-        walk.kept.nbytes,
-        walk.inputs,
-        walk.cached,
-        walk.offloaded,
-        walk.weight_copies.nbytes,
-        tuple(sorted(walk.opaque)),
-        tuple(sorted(walk.unseen)),
+        total=walk.kept.nbytes,
+        inputs=walk.inputs,
+        cached=walk.cached,
+        offloaded=walk.offloaded,
+        weight_copies=walk.weight_copies.nbytes,
+        opaque=tuple(sorted(walk.opaque)),
+        unseen=tuple(sorted(walk.unseen)),
     )
 
 

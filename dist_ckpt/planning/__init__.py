@@ -12,8 +12,6 @@ from torch import nn
 from dist_ckpt.blocks import find_blocks
 from dist_ckpt.cost import LossFn, ModelInput
 from dist_ckpt.errors import PlanError
-from dist_ckpt.guards.caches import caching_modules
-from dist_ckpt.names import named_modules
 from dist_ckpt.plan import Plan, fold_names
 from dist_ckpt.planning.every_k import plan_every_k
 from dist_ckpt.planning.first_n import plan_first_n
@@ -25,6 +23,7 @@ from dist_ckpt.planning.nested import plan_nested
 from dist_ckpt.planning.offload import plan_offload
 from dist_ckpt.planning.options import with_options
 from dist_ckpt.planning.planned import Planned, Target
+from dist_ckpt.planning.repairs import fire_again, repairs
 from dist_ckpt.planning.replay import read_plan
 from dist_ckpt.planning.segments import plan_segments
 from dist_ckpt.planning.selective import plan_selective
@@ -38,6 +37,7 @@ from dist_ckpt.policy import (
     OffloadPolicy,
     Policy,
     PolicySpec,
+    RecomputePolicy,
     ReplayPolicy,
     SegmentsPolicy,
     SelectiveAttentionPolicy,
@@ -88,7 +88,9 @@ def make_plan(
         raise PlanError(f"ckpt.exclude={asked.exclude!r} leaves no block; ask for mode 'none'")
     measured = functools.partial(measure_blocks, model, batch, loss_fn) if batch is not None else None
     planned = _PLANNERS[type(asked)](Target(model, chosen, measured), asked)
-    regions = tuple(with_options(region, asked) for region in planned.regions)
+    regions = planned.regions
+    if isinstance(asked, RecomputePolicy):
+        regions = tuple(with_options(region, asked) for region in regions)
     notes = planned.notes
     if asked.min_bytes and batch is not None:
         freed = freed_bytes(model, regions, batch, loss_fn)
@@ -100,10 +102,10 @@ def make_plan(
         blocks=blocks,
         regions=regions,
         matched=tuple((_matches(model, asked) | dict(planned.matched)).items()),
-        repairs=_repairs(model, covered),
+        repairs=repairs(model, regions),
         unmatched=tuple(b for b in blocks if not any(c == b or c.startswith(f"{b}.") for c in covered)),
         policy=asked.to_dict(),
-        notes=notes,
+        notes=notes + fire_again(model, regions),
     )
 
 
@@ -147,24 +149,3 @@ def _matches(model: nn.Module, policy: BlockPolicy) -> dict[str, int]:
         for spec in (specs,) if isinstance(specs, str) else specs:
             found[f"{key}={spec}"] = len(find_blocks(model, spec, key=key))
     return found
-
-
-def _repairs(model: nn.Module, covered: tuple[str, ...]) -> tuple[str, ...]:
-    """What the regions put right by themselves (see :mod:`dist_ckpt.guards.forward_state`), and what they cannot."""
-    owners: set[str] = set()
-    hooked: set[str] = set()
-    for name, module in named_modules(model):
-        if name in covered:
-            for prefix, inside in named_modules(module):
-                full = f"{name}.{prefix}".strip(".")
-                if any(buffer is not None for buffer in inside._buffers.values()):
-                    owners.add(full)
-                if prefix and (inside._forward_hooks or inside._forward_pre_hooks):
-                    hooked.add(full)
-    order = [name for name, _ in named_modules(model)]
-    buffers, hooks = (fold_names(tuple(name for name in order if name in some)) for some in (owners, hooked))
-    return (
-        *(f"buffers of {name} are as its forward found them, and updated once" for name in buffers),
-        *(f"use_cache of {name or 'the model'} is off in training" for name, _ in caching_modules(model)),
-        *(f"forward hooks of {name} lie inside a region, and fire in its recompute too" for name in hooks),
-    )

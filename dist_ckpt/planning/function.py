@@ -13,7 +13,15 @@ from dist_ckpt.plan import EVERYTHING, OpRule, Region, SaveRule
 from dist_ckpt.planning.options import with_options
 from dist_ckpt.planning.planned import Target
 from dist_ckpt.planning.selective import plan_selective
-from dist_ckpt.policy import BlockPolicy, FullPolicy, OffloadPolicy, PolicySpec, SelectivePolicy, policy_from
+from dist_ckpt.policy import (
+    BlockPolicy,
+    FullPolicy,
+    OffloadPolicy,
+    PolicySpec,
+    RecomputePolicy,
+    SelectivePolicy,
+    policy_from,
+)
 from dist_ckpt.wrap.function import recompute_function
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,7 +53,8 @@ def recompute(function: Function, policy: PolicySpec = "full") -> Function:
         if field.name in _OF_BLOCKS and getattr(asked, field.name) != field.default:
             raise PlanError(f"ckpt.{field.name}: a function has no modules to choose from")
     name = getattr(function, "__qualname__", type(function).__name__)
-    return recompute_function(function, with_options(_region(name, asked), asked))
+    region = _region(name, asked)
+    return recompute_function(function, with_options(region, asked) if isinstance(asked, RecomputePolicy) else region)
 
 
 def _region(name: str, policy: BlockPolicy) -> Region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def _measure(
     Raises:
         PlanError: a span does not run on this batch.
     """
-    found: dict[Span, BlockBytes] = {}
+    kept: dict[Span, int] = {}
     inputs: dict[Span, list[Tensor]] = {}
     with fake_training(model, plan, batch) as (fake, fake_batch):
         modules = dict(named_modules(fake))
@@ -61,8 +62,7 @@ def _measure(
         def ends(span: Span) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 given = inputs[span]
-                kept = saved_bytes(_tensors(output), [*lasting, *given], until=given).on_device
-                found[span] = BlockBytes(Storages(given).nbytes, kept)
+                kept[span] = saved_bytes(_tensors(output), [*lasting, *given], until=given).on_device
 
             return hook
 
@@ -70,9 +70,20 @@ def _measure(
             modules[span[0]].register_forward_pre_hook(starts(span), with_kwargs=True)
             modules[span[-1]].register_forward_hook(ends(span))
         (loss_fn or default_loss)(fake, fake_batch)
-    if unused := [span for span in spans if span not in found]:
-        raise PlanError(f"{' + '.join(unused[0])} does not run on the batch that was given to measure on")
-    return found
+        if unused := [span for span in spans if span not in kept]:
+            raise PlanError(f"{' + '.join(unused[0])} does not run on the batch that was given to measure on")
+        own = _own_inputs(inputs)
+    return {span: BlockBytes(own[span], kept[span]) for span in spans}
+
+
+def _own_inputs(inputs: Mapping[Span, Sequence[Tensor]]) -> Mapping[Span, int]:
+    """Bytes of what each span is given and no other: a mask or table that all of them share is kept once anyway."""
+    uses = Counter(key for given in inputs.values() for key in {_key(tensor) for tensor in given})
+    return {span: Storages(t for t in given if uses[_key(t)] == 1).nbytes for span, given in inputs.items()}
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _tensors(tree: Any) -> list[Tensor]:

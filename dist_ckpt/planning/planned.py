@@ -15,7 +15,7 @@ class BlockBytes:
     """Bytes of a block in one micro-batch, without a policy."""
 
     inputs: int
-    """Of the tensors that it is given."""
+    """Of the tensors that it is given and no other block is."""
     kept: int
     """Of all that it keeps for backward, besides those."""
 

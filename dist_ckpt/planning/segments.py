@@ -10,7 +10,7 @@ from dist_ckpt.errors import PlanError
 from dist_ckpt.names import named_children, named_modules
 from dist_ckpt.plan import Region, fold_names
 from dist_ckpt.planning.planned import Planned, Target
-from dist_ckpt.policy import SegmentPolicy, SegmentsPolicy
+from dist_ckpt.policy import ConsecutivePolicy, SegmentsPolicy
 
 
 def plan_segments(target: Target, policy: SegmentsPolicy) -> Planned:
@@ -25,7 +25,7 @@ def plan_segments(target: Target, policy: SegmentsPolicy) -> Planned:
     return Planned(tuple(Region(modules) for modules in kept), notes=notes)
 
 
-def cut(target: Target, policy: SegmentPolicy) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+def cut(target: Target, policy: ConsecutivePolicy) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """The segments, run by run of consecutive blocks, and a note on how their length was found."""
     segments: list[tuple[str, ...]] = []
     notes: dict[str, None] = {}

@@ -153,10 +153,15 @@ def _policy_keys() -> tuple[Key, ...]:
     for mode, policy in POLICIES.items():
         for key in _keys(policy, "ckpt."):
             modes.setdefault(key, []).append(mode)
-    common = max(modes.values(), key=len)
+    everyone = max(modes.values(), key=len)
+
+    def whose(of: list[str]) -> str:
+        others = [mode for mode in everyone if mode not in of]
+        return "" if not others else f"all but {', '.join(others)}: " if len(others) < 3 else f"{', '.join(of)}: "
+
     described = (
-        dataclasses.replace(key, doc=key.doc if of == common else f"{', '.join(of)}: {key.doc}")
-        for key, of in sorted(modes.items(), key=lambda item: item[1] != common)
+        dataclasses.replace(key, doc=whose(of) + key.doc)
+        for key, of in sorted(modes.items(), key=lambda item: -len(item[1]) if len(item[1]) > 3 else 0)
     )
     return (mode_key, *described)
 

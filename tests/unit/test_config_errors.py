@@ -66,7 +66,7 @@ MISTAKES: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("train.lr.x=3", ("train.lr", "must be a number")),
     ("train=5", ("train=5", "a section", "micro_batch")),
     ("train=null", ("train=null", "a section")),
-    ("engine.stages=2", ("engine.stages", "Valid: name, replicas")),
+    ("engine.stages=2", ("engine.stages", "Valid: allow_untested, name, replicas")),
     ("+experiment=foo", ("experiment", "no such key")),
     ("hydra.run.dir=x", ("Hydra's own", "run_dir")),
     ("train/lr=3", ("did you mean train.lr?",)),
