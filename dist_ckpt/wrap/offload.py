@@ -6,8 +6,10 @@
     with offloader.hooks(block):             # what autograd saves in here is copied to the host
         y = block(x)
 
-A copy holds the value from the time of saving, so later in-place edits of the original do not matter. What is not
-copied is watched instead, as autograd does where no hooks are: an edit between forward and backward raises.
+A copy holds the value from the time of saving, so later in-place edits of the original do not matter; on an
+accelerator, one that comes before the copy is known to be done raises in backward. What is not copied is watched
+instead, as autograd does where no hooks are: an edit between forward and backward raises. Edits that torch's version
+counters do not see (``.data``, collectives) are seen here no more than there.
 """
 
 from __future__ import annotations
