@@ -14,7 +14,7 @@ from dist_ckpt.errors import PlanError
 from dist_ckpt.names import own_class
 
 
-def refuse_other_checkpointing(module: nn.Module) -> None:
+def refuse_running_checkpoint(module: nn.Module) -> None:
     """To be called when a region's forward begins, in training.
 
     Raises:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from dist_ckpt.errors import PlanError
-from dist_ckpt.names import named_parameters, unwrapped_name
+from dist_ckpt.names import unwrapped_name
 
 COPY_LIMIT_BYTES = 2**20
 """Larger buffers (rotary tables, caches) are not copied at each forward; that they stay the same is checked instead."""
@@ -28,30 +28,33 @@ class ForwardState(AbstractContextManager["ForwardState"]):
 
     Args:
         module: the region's module.
+        name: what the plan calls it.
         inner: what else to run the recompute under: an op-level cache's context.
     """
 
-    def __init__(self, module: nn.Module, inner: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, module: nn.Module, name: str, inner: AbstractContextManager[Any] | None = None) -> None:
         self.storage: dict[Any, Any] = getattr(inner, "storage", {})
         """The op-level cache, where saved bytes are counted."""
         self._inner = inner
         self._module = module
-        self._training = tuple(m.training for m in module.modules())
+        self._name = name
+        self._training: list[tuple[nn.Module, bool]] = []
         # Sharding may put other objects in a parameter's place until backward, which says nothing about edits.
-        self._parameters = [
-            (owner, name, p, p._version)
-            for owner in module.modules()
-            for name, p in owner._parameters.items()
-            if p is not None
-        ]
+        self._parameters: list[tuple[str, nn.Module, str, Tensor, int]] = []
         self._copies: list[tuple[nn.Module, str, Tensor]] = []
         self._checked: list[tuple[str, nn.Module, str, Tensor, int]] = []
-        for prefix, owner, name, buffer in buffers_of(module):
-            if buffer.nbytes <= COPY_LIMIT_BYTES:
-                self._copies.append((owner, name, buffer.detach().clone()))
-            else:
-                full = unwrapped_name(f"{prefix}.{name}".lstrip("."))
-                self._checked.append((full, owner, name, buffer, buffer._version))
+        for prefix, owner in module.named_modules():
+            self._training.append((owner, owner.training))
+            for own, parameter in owner._parameters.items():
+                if parameter is not None:
+                    self._parameters.append((prefix, owner, own, parameter, parameter._version))
+            for own, buffer in owner._buffers.items():
+                if buffer is None:
+                    continue
+                if buffer.nbytes <= COPY_LIMIT_BYTES:
+                    self._copies.append((owner, own, buffer.detach().clone()))
+                else:
+                    self._checked.append((prefix, owner, own, buffer, buffer._version))
 
     def forward_ends(self) -> None:
         """To be called after the forward.
@@ -59,40 +62,35 @@ class ForwardState(AbstractContextManager["ForwardState"]):
         Raises:
             PlanError: it has edited a buffer that is too large to be copied.
         """
-        for full, owner, name, buffer, version in self._checked:
-            if owner._buffers[name] is not buffer or buffer._version != version:
+        for prefix, owner, own, buffer, version in self._checked:
+            if owner._buffers[own] is not buffer or buffer._version != version:
                 raise PlanError(
-                    f"the forward of a recomputed {type(self._module).__name__} edits its buffer {full!r} of "
-                    f"{buffer.nbytes / 2**20:.1f} MiB, which is too large to be copied for the recompute: leave this "
-                    "module out"
+                    f"the forward of {self._name} edits its buffer {_full(prefix, own)!r} of "
+                    f"{buffer.nbytes / 2**20:.1f} MiB, which is too large to be copied for the recompute: leave it out "
+                    "of the plan (ckpt.exclude)"
                 )
 
     def __enter__(self) -> ForwardState:
-        if self._training != tuple(m.training for m in self._module.modules()):
-            raise RuntimeError(
-                f"train() or eval() was called on a recomputed {type(self._module).__name__} between its forward and "
-                "its backward: the recompute would differ from the forward"
-            )
-        for owner, name, parameter, version in self._parameters:
-            if owner._parameters.get(name) is parameter and parameter._version != version:
-                full = next((n for n, p in named_parameters(self._module) if p is parameter), name)
-                raise RuntimeError(
-                    f"parameter {full!r} of a recomputed {type(self._module).__name__} was edited in place by its "
-                    "forward, or between its forward and its backward (an optimizer step?): the recompute would differ "
-                    "from the forward"
-                )
-        for full, owner, name, buffer, version in self._checked:
-            if owner._buffers[name] is not buffer or buffer._version != version:
-                raise RuntimeError(
-                    f"buffer {full!r} of a recomputed {type(self._module).__name__} was changed between its forward "
-                    "and its backward: the recompute would differ from the forward"
-                )
+        if any(owner.training != training for owner, training in self._training):
+            self._differs("train() or eval() was called on it")
+        for prefix, owner, own, parameter, version in self._parameters:
+            if owner._parameters.get(own) is parameter and parameter._version != version:
+                self._differs(f"its parameter {_full(prefix, own)!r} was edited in place (an optimizer step?)")
+        for prefix, owner, own, buffer, version in self._checked:
+            if owner._buffers[own] is not buffer or buffer._version != version:
+                self._differs(f"its buffer {_full(prefix, own)!r} was changed")
         self._current = [(owner, name, owner._buffers[name]) for owner, name, _ in self._copies]
         for owner, name, copy in self._copies:
             owner._buffers[name] = copy.clone()  # the recompute may edit it, and may run again
         if self._inner is not None:
             self._inner.__enter__()
         return self
+
+    def _differs(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{self._name} is recomputed, and between its forward and its backward {what}: the recompute would differ "
+            "from the forward"
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -104,6 +102,10 @@ class ForwardState(AbstractContextManager["ForwardState"]):
             for owner, name, buffer in self._current:
                 owner._buffers[name] = buffer
             del self._current
+
+
+def _full(prefix: str, own: str) -> str:
+    return unwrapped_name(f"{prefix}.{own}".lstrip("."))
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from dist_ckpt.errors import PlanError
-from dist_ckpt.guards.forward_state import ForwardState
-from dist_ckpt.guards.randomness import Unreplayed
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.offload import Offloader
-from dist_ckpt.wrap.oplevel import eager_contexts
-from dist_ckpt.wrap.span import Forward, new_frame, run_part
+from dist_ckpt.wrap.region import run_region
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,7 +26,6 @@ def recompute_function(function: Function, region: Region) -> Function:
     """
     modules = Reached(_modules_of(function))
     offloader = Offloader() if region.save.offloads else None
-    draws_checked = False
 
     # A module's attributes are no function's: __dict__ would come along.
     @functools.wraps(function, updated=() if isinstance(function, nn.Module) else functools.WRAPPER_UPDATES)
@@ -42,23 +37,7 @@ def recompute_function(function: Function, region: Region) -> Function:
             raise PlanError(
                 f"{region.modules[0]} is recomputed, which compiled code does not see: compile inside of it"
             )
-        if region.save.offloads_everything:
-            with cast(Offloader, offloader).hooks(*modules):
-                return function(*args, **kwargs)
-        contexts = eager_contexts(region, modules, offloader) if region.save.ops else (nullcontext(), None)
-        state = ForwardState(modules, contexts[1])
-        frame = new_frame(region)
-        frame.caches.append(state.storage)
-        keeping = cast(Offloader, offloader).hooks(*modules) if region.save.inputs == "offload" else nullcontext()
-        forward = Forward(function, function, contexts[0], (lambda: state,))
-        nonlocal draws_checked
-        streams = None if draws_checked else Unreplayed((m for one in modules for m in one.modules()), (function,))
-        out = run_part(frame, region, forward, keeping, args, kwargs)
-        state.forward_ends()
-        if streams is not None:
-            streams.refuse_draws(region.modules[0])
-        draws_checked = True
-        return out
+        return run_region(region, modules, function, offloader, args, kwargs, (function,))
 
     return cast(Function, recomputed)
 

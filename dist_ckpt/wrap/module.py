@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,15 +19,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt.errors import PlanError
-from dist_ckpt.guards.foreign import refuse_other_checkpointing
+from dist_ckpt.guards.foreign import refuse_running_checkpoint
 from dist_ckpt.guards.forward_state import ForwardState, buffers_of
-from dist_ckpt.guards.randomness import Unreplayed
 from dist_ckpt.names import InPlaceWrapper, own_class
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.offload import Offloader
-from dist_ckpt.wrap.oplevel import RULES, compiled_contexts, eager_contexts
+from dist_ckpt.wrap.oplevel import RULES, compiled_contexts
+from dist_ckpt.wrap.region import DRAWS_CHECKED, draws_checked, inputs_kept_under, run_region
 from dist_ckpt.wrap.segment import Segment, run_again
-from dist_ckpt.wrap.span import Forward, new_frame, run_part
+from dist_ckpt.wrap.span import Forward
 
 _REGION = "_dist_ckpt_region"
 _SEGMENT = "_dist_ckpt_segment"
@@ -37,9 +36,8 @@ _COMPILED = "_dist_ckpt_compiled_contexts"
 _COMPILED_FORWARD = "_dist_ckpt_compiled_forward"
 _UNCOMPILED = "_dist_ckpt_why_uncompiled"
 _OFFLOADER = "_dist_ckpt_offloader"
-_DRAWS_CHECKED = "_dist_ckpt_draws_checked"
 _COPIED = frozenset({_SEGMENT, _OFFLOADER})
-_ADDED = _COPIED | {_REGION, _AGAIN, _COMPILED, _COMPILED_FORWARD, _UNCOMPILED, _DRAWS_CHECKED, RULES}
+_ADDED = _COPIED | {_REGION, _AGAIN, _COMPILED, _COMPILED_FORWARD, _UNCOMPILED, DRAWS_CHECKED, RULES}
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 """Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
 
@@ -96,43 +94,10 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
         region: Region = self.__dict__[_REGION]
         if torch.compiler.is_compiling():
             return _run_compiled(self, run, args, kwargs)
-        refuse_other_checkpointing(self)
-        if region.save.offloads_everything:
-            with _offloader(self).hooks(self):
-                return run(*args, **kwargs)
-        offloader = self.__dict__.get(_OFFLOADER)
-        contexts = eager_contexts(region, self, offloader) if region.save.ops else (nullcontext(), None)
-        state = ForwardState(self, contexts[1])
-        frame = new_frame(region)
-        frame.caches.append(state.storage)
-        forward = Forward(run, run, contexts[0], (lambda: state,))
-        with _draws_checked(self, region.modules[0]):
-            out = run_part(frame, region, forward, _keeping(self, region), args, kwargs)
-        state.forward_ends()
-        return out
+        refuse_running_checkpoint(self)
+        return run_region(region, self, run, self.__dict__.get(_OFFLOADER), args, kwargs)
 
     return _stand_in(Recomputed, cls, forward)
-
-
-def _offloader(module: nn.Module) -> Offloader:
-    return cast(Offloader, module.__dict__[_OFFLOADER])
-
-
-def _keeping(module: nn.Module, region: Region) -> AbstractContextManager[Any]:
-    """What a region's inputs are kept under."""
-    return _offloader(module).hooks(module) if region.save.inputs == "offload" else nullcontext()
-
-
-@contextmanager
-def _draws_checked(module: nn.Module, name: str) -> Iterator[None]:
-    """The first forward of a region must not draw random numbers that no recompute replays."""
-    if _DRAWS_CHECKED in module.__dict__:
-        yield
-        return
-    streams = Unreplayed(module.modules())
-    yield
-    streams.refuse_draws(name)
-    module.__dict__[_DRAWS_CHECKED] = True
 
 
 def _run_compiled(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -163,13 +128,14 @@ def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
                 f"a {cls.__name__} is part of a segment, whose blocks share one frame that compiled code does not "
                 "see: do not compile it, or choose a mode that works block by block"
             )
-        refuse_other_checkpointing(self)
+        refuse_running_checkpoint(self)
         segment, position = cast(tuple[Segment, int], self.__dict__[_SEGMENT])
-        state = ForwardState(self)
+        region, offloader = segment.region, self.__dict__.get(_OFFLOADER)
+        state = ForwardState(self, region.modules[position])
         again = functools.partial(_run_again, self, segment.places[position], run)
         forward = Forward(run, again, contexts=(lambda: state,))
-        with _draws_checked(self, segment.region.modules[position]):
-            out = segment.run(position, forward, _keeping(self, segment.region), args, kwargs)
+        with draws_checked(self, region.modules[position]):
+            out = segment.run(position, forward, inputs_kept_under(region, self, offloader), args, kwargs)
         state.forward_ends()
         return out
 
