@@ -135,9 +135,6 @@ def _observed(model: nn.Module, batch: Any, loss_fn: LossFn, plan: Plan, applied
     remove_plan(copied)
     apply_plan(copied, applied)
     like_with_a_plan(copied, plan)
-    if plan.regions and not applied.regions:
-        # The plan switches key/value caches off, which says so itself; sums through a cache are in another order.
-        switch_off_caches(copied)
     if not copied.training:
         copied.train()
     observer = Observer(copied, plan, loss_fn, copied_batch, original=model)

@@ -81,7 +81,7 @@ class Walk:
         if type(value).__module__ == "itertools" and type(value).__name__ == "count":
             self.leaves[owner, path] = repr(value)
         attributes = attributes_of(value)
-        if attributes:
+        if attributes is not None:
             self.containers.append(attributes)
             for name, item in list(attributes.items()):
                 self.visit(owner, f"{path}.{name}", item)

@@ -98,7 +98,7 @@ class Saved:
     after: int
     """How many events of the forward came before."""
     tensor: Tensor | None
-    """Until it is settled; ``None`` from the start for a tensor that is not compared, a buffer."""
+    """Until it is settled."""
     value: Fingerprint | None = None
 
 

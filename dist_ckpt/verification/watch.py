@@ -64,12 +64,10 @@ class Watch:
         self._unsettled: list[Checkpoint] = []
         self._active: list[Run] = []
         self._stack: list[str] = []
-        self._buffers: frozenset[int] = frozenset()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watches what runs inside."""
-        self._buffers = frozenset(map(_memory, self._model.buffers()))
         self._states = {name: comparable(stream.state()) for name, stream in self._streams.items()}
         with ExitStack() as stack:
             for name, module in _watchable(self._model):
@@ -108,7 +106,7 @@ class Watch:
             run.written[op] += 1
         if runs and runs[-1].backward is None:
             checkpoint = runs[-1].of
-            memories = set(map(_memory, tensors)) - self._buffers
+            memories = set(map(_memory, tensors))
             for saved in checkpoint.saved:
                 if saved.tensor is not None and _memory(saved.tensor) in memories:
                     checkpoint.fills.append(Fill(saved, op, runs[-1].written[op]))
@@ -148,8 +146,7 @@ class Watch:
         if not runs or runs[-1].backward is not None:  # torch compares: what was recomputed
             return Compared(usual(tensor), tensor, None)
         checkpoint = runs[-1].of
-        is_buffer = _memory(tensor) in self._buffers  # a last norm's recompute may stop before it counts
-        saved = Saved(checkpoint, self._running(), len(runs[-1].events), None if is_buffer else tensor.detach())
+        saved = Saved(checkpoint, self._running(), len(runs[-1].events), tensor.detach())
         checkpoint.saved.append(saved)
         if checkpoint not in self._unsettled:
             self._unsettled.append(checkpoint)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dist_ckpt
 from dist_ckpt import PlanError, make_plan, verify
 from dist_ckpt.verification import Finding, GradientCheck, Verification, merge
+from tests import hf_models
 from tests.architectures import ARCHITECTURES, build
 from tests.unit.test_architectures import PAIRS as ALL_PAIRS
 from tests.unit.test_architectures import expected_refusal, pair_id
@@ -60,6 +61,11 @@ def test_no_alarm_over_any_healthy_model(name: str, mode: str, options: dict[str
 def decoder() -> tuple[nn.Module, Any]:
     case = build("decoder")
     return case.model, case.batch
+
+
+def test_no_alarm_over_a_model_that_makes_a_cache_without_a_plan() -> None:
+    proof = verify(hf_models.build("gpt2"), hf_models.batch_for("gpt2"), None, "full")
+    assert proof.ok and not proof.notes, str(proof)
 
 
 def test_memory_and_flops_are_those_of_plan_cost() -> None:
@@ -158,11 +164,18 @@ def test_a_step_that_is_not_deterministic_by_itself() -> None:
     assert "nothing can be proven" in proof.findings[0].what
 
 
+def test_noise_inside_a_region_is_no_fault() -> None:
+    model, batch = noisy(0.0)
+    model.blocks[1].mlp.insert(0, Unseeded(1e-5, iter([0.0, 1.0, 0.5, 0.7])))  # the last two: forward and recompute
+    proof = verify(model, batch, None, "full")
+    assert proof.ok and "not deterministic" in proof.notes[0], str(proof)
+
+
 def test_a_fault_is_told_apart_from_noise() -> None:
     model, batch = noisy(1e-5)
-    model.blocks[1].mlp.append(Unseeded(1.0, itertools.chain([0.1, 0.1], itertools.count())))
+    model.blocks[1].mlp.insert(0, Unseeded(1.0, itertools.chain([0.1, 0.1], itertools.count())))
     proof = verify(model, batch, None, "full")
-    assert "blocks.1.mlp.4" in [finding.where for finding in proof.findings], str(proof)
+    assert "blocks.1.mlp.0" in [finding.where for finding in proof.findings], str(proof)
 
 
 class ByClass(nn.Module):
@@ -187,6 +200,7 @@ def test_a_forward_that_does_something_else_with_a_plan() -> None:
     texts = [str(finding) for finding in proof.findings]
     assert any("the forward itself computes something else with the plan" in text for text in texts)
     assert any("layers.{0-1}" in text and "no gradient with the plan, and one without" in text for text in texts)
+    assert "random stream torch: ends elsewhere with the plan" in texts
     assert {check.status for check in proof.gradients} == {"differs", "only without the plan"}
 
 

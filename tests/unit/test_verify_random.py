@@ -115,6 +115,44 @@ def test_gradients_that_are_silently_wrong() -> None:
     assert any(check.status == "differs" and check.relative > 0.1 for check in proof.gradients)
 
 
+class AddsNoise(FromObject):
+    """An addition saves nothing for backward: only what the next layer is given shows the difference."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=self.source.generator)
+
+
+class DrawsForAnother(FromObject):
+    """Draws itself, and passes on what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + torch.rand(x.shape, generator=self.source.generator))
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [(AddsNoise, "computed other values than its forward:"), (DrawsForAnother, "and gave them to inner:")],
+)
+def test_the_module_to_blame_is_the_one_that_draws(part: Callable[[], nn.Module], says: str) -> None:
+    found = finding_at(proof_of(part), "layers.{0-2}.part")
+    assert says in found.what and "draws from source.generator" in found.what
+
+
+class DrawingInVain(FromObject):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x) + 0 * torch.rand(x.shape, generator=self.source.generator)
+
+
+def test_a_stream_that_only_ends_elsewhere() -> None:
+    proof = proof_of(DrawingInVain)
+    assert "its recompute draws again: it draws from source.generator" in finding_at(proof, "layers.{0-2}.part").what
+    assert len(proof.findings) == 1 and all(check.status == "equal" for check in proof.gradients)
+
+
 class SkippedByChance(nn.Module):
     """Drop path, with Python's generator."""
 

@@ -228,6 +228,54 @@ def test_a_cache_that_is_an_argument() -> None:
     assert not cache.of
 
 
+class Context:
+    step = 0.0
+
+
+class InContext(nn.Module):
+    """Hands its layers an object that they read, and moves it on when they have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ReadingLayer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = Context()
+        for layer in self.layers:
+            x = layer(x, context)
+        context.step = 3.0
+        return x.square().mean()
+
+
+class ReadingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return torch.sigmoid(self.into(x) * (1 + context.step))
+
+
+def test_an_object_that_is_an_argument_and_changes_after_the_forward() -> None:
+    torch.manual_seed(0)
+    found = finding_at(verify(InContext(), torch.randn(2, 5, WIDTH), None, "full"), "layers.{0-1}")
+    assert "argument 'context' of layers.0.step was nothing for its forward and 3.0" in found.what
+
+
+class CountingInItsClass(nn.Module):
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).seen += 1
+        return torch.sigmoid(x)
+
+
+def test_a_class_attribute_that_the_forward_counts_in() -> None:
+    found = finding_at(proof_of(CountingInItsClass), "layers.{0-2}.part")
+    assert "class attribute CountingInItsClass.seen was 0 for its forward and 3" in found.what
+    assert "which left 6" in found.what and CountingInItsClass.seen == 0
+
+
 class SharedMask(nn.Module):
     """Hands all layers one mask as a keyword, and edits it behind autograd's back when they have run."""
 
