@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from dist_ckpt.errors import PlanError
+from dist_ckpt.generators import comparable, generator_state, is_generator, loaded_numpy_random
 from dist_ckpt.names import own_class
 
 
@@ -30,7 +30,7 @@ class Unreplayed:
     """
 
     def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Callable[..., Any]] = ()) -> None:
-        self._before = [(name, state, state()) for name, state in _streams(modules, functions)]
+        self._before = [(*stream, comparable(generator_state(stream[1]))) for stream in _streams(modules, functions)]
 
     def refuse_draws(self, name: str) -> None:
         """To be called after the forward.
@@ -38,8 +38,8 @@ class Unreplayed:
         Raises:
             PlanError: it drew from one of them.
         """
-        for stream, state, before in self._before:
-            if not _same(state(), before):
+        for stream, generator, before in self._before:
+            if comparable(generator_state(generator)) != before:
                 raise PlanError(
                     f"the forward of {name} draws from {stream}, which no recompute replays: it would draw other "
                     "numbers and gradients would be wrong. Draw from torch's global generator, draw outside of what is "
@@ -47,13 +47,10 @@ class Unreplayed:
                 )
 
 
-def _streams(
-    modules: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    yield "Python's random", random.getstate
-    numpy_random = sys.modules.get("numpy.random")  # who has not loaded it draws nothing from it
-    if numpy_random is not None:
-        yield "numpy.random", numpy_random.get_state
+def _streams(modules: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) -> Iterator[tuple[str, Any]]:
+    yield "Python's random", random
+    if (numpy_random := loaded_numpy_random()) is not None:
+        yield "numpy.random", numpy_random
     held: dict[int, tuple[str, Any]] = {}
     code = dict.fromkeys(functions)
     for module in modules:
@@ -65,7 +62,7 @@ def _streams(
             held |= {id(g): (repr(name), g) for g in _generators(value)}
     for name, generator in held.values():
         if generator is not torch.default_generator:
-            yield f"the generator {name}", _state_of(generator)
+            yield f"the generator {name}", generator
 
 
 def _names_used(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
@@ -82,24 +79,5 @@ def _generators(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         for one in value.values():
             yield from _generators(one)
-    elif isinstance(value, (torch.Generator, random.Random)) or (
-        type(value).__module__.startswith("numpy.random") and type(value).__name__ in ("Generator", "RandomState")
-    ):
+    elif is_generator(value):
         yield value
-
-
-def _state_of(generator: Any) -> Callable[[], Any]:
-    if isinstance(generator, random.Random):
-        return generator.getstate
-    return generator.get_state if hasattr(generator, "get_state") else lambda: generator.bit_generator.state
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equality of states: tensors, numbers, and tuples or dicts of arrays."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return one.tobytes() == other.tobytes() if hasattr(one, "tobytes") else one == other

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dist_ckpt.verification.reach import PLAIN, is_foreign, is_generator
+from dist_ckpt.generators import is_generator
+from dist_ckpt.verification.reach import PLAIN, is_foreign
 
 HELPER_DEPTH = 4
 """How many functions deep a forward's helpers are looked into."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import random
 import sys
 import types
 from enum import Enum
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from dist_ckpt.generators import is_generator
 
 LONG = 256
 """Of longer containers the first elements are followed, and the length counts."""
@@ -101,13 +102,6 @@ def is_foreign(thing: Any) -> bool:
     """Whether a class or function belongs to Python, torch or numpy: what they keep is none of a model's state."""
     package = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
     return package in ("torch", "numpy", "dist_ckpt") or package in sys.stdlib_module_names
-
-
-def is_generator(value: Any) -> bool:
-    """Whether a value is a source of random numbers; numpy's are known by name, so that nothing imports it."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
-    return type(value).__module__.startswith("numpy.random") and type(value).__name__ in ("Generator", "RandomState")
 
 
 def is_array(value: Any) -> bool:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
+from dist_ckpt.generators import generator_state, restore_generator
 from dist_ckpt.names import named_modules, named_parameters, own_class
 from dist_ckpt.verification.bindings import Binding, class_bindings, function_bindings
 from dist_ckpt.verification.digest import fingerprint
 from dist_ckpt.verification.reach import Walk, attributes_of, is_array
-from dist_ckpt.verification.streams import restore_stream, stream_state
 
 Key = tuple[str, str]
 """(owner, path in it); an owner is a module's name, or says what else it is: ``global 'step' of train``."""
@@ -157,7 +157,7 @@ class Keepsake:
         leaves = walk.leaves.values()
         self._tensors = [(leaf, leaf.detach().clone()) for leaf in leaves if _may_change(leaf)]
         self._arrays = [(leaf, leaf.copy()) for leaf in leaves if is_array(leaf) and leaf.shape]
-        self._generators = [(value, stream_state(value)) for value in walk.generators.values()]
+        self._generators = [(value, generator_state(value)) for value in walk.generators.values()]
 
     def put_back(self) -> None:
         """Makes the state what it was."""
@@ -175,7 +175,7 @@ class Keepsake:
             if array.tobytes() != copy.tobytes():
                 array[...] = copy
         for generator, state in self._generators:
-            restore_stream(generator, state)
+            restore_generator(generator, state)
 
 
 def _may_change(leaf: Any) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from dist_ckpt.generators import comparable, generator_state, loaded_numpy_random, restore_generator
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def streams_of(devices: Iterable[torch.device], generators: Mapping[str, Any]) -
         if device.type not in ("cpu", "meta"):
             found.append(_of_device(device))
     found.append(_held("random", random))
-    numpy_random = sys.modules.get("numpy.random")  # who has not loaded it draws nothing from it
+    numpy_random = loaded_numpy_random()
     if numpy_random is not None:
         found.append(_held("numpy.random", numpy_random))
     # Distributions under names of their own share these global generators.
@@ -50,37 +51,8 @@ def states(streams: Iterable[Stream]) -> dict[str, Any]:
     return {stream.name: comparable(stream.state()) for stream in streams}
 
 
-def comparable(state: Any) -> Any:
-    """A state as plain data that is equal where the stream would go on alike."""
-    if isinstance(state, torch.Tensor):
-        return tuple(state.tolist()) if state.numel() % 8 else tuple(state.view(torch.int64).tolist())
-    if isinstance(state, Mapping):
-        return tuple((key, comparable(value)) for key, value in state.items())
-    if isinstance(state, tuple):
-        is_plain = len(state) > 100 and type(state[0]) is int  # Python's own: 625 numbers, at every module call
-        return state if is_plain else tuple(map(comparable, state))
-    return state.tobytes() if hasattr(state, "tobytes") else state
-
-
-def stream_state(generator: Any) -> Any:
-    """The state of a torch, numpy or Python generator, or of the modules ``random`` and ``numpy.random``."""
-    if hasattr(generator, "getstate"):
-        return generator.getstate()
-    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
-
-
-def restore_stream(generator: Any, state: Any) -> None:
-    """Puts a generator back to an earlier :func:`stream_state`."""
-    if hasattr(generator, "setstate"):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
-
-
 def _held(name: str, generator: Any) -> Stream:
-    return Stream(name, lambda: stream_state(generator), lambda state: restore_stream(generator, state), False)
+    return Stream(name, lambda: generator_state(generator), lambda state: restore_generator(generator, state), False)
 
 
 def _of_device(device: torch.device) -> Stream:

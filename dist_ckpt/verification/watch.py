@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_ckpt.compat import torch as torch_private
+from dist_ckpt.generators import comparable
 from dist_ckpt.names import named_modules
 from dist_ckpt.verification.digest import describe, fingerprint
 from dist_ckpt.verification.reach import PLAIN
 from dist_ckpt.verification.record import Checkpoint, Compared, Decision, Event, Fill, Run, Saved
-from dist_ckpt.verification.streams import Stream, comparable
+from dist_ckpt.verification.streams import Stream
 
 _DECISIONS = (
     "topk", "argmax", "argmin", "max.dim", "min.dim", "sort", "multinomial", "kthvalue", "nonzero",
