@@ -91,11 +91,6 @@ def graph_is_retained() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def bare_alias(tensor: Tensor) -> Tensor:
-    """The same memory without a graph. In-place edits of either count in the version of both, beneath autograd too."""
-    return _checkpoint._detach_helper(tensor)
-
-
 class around_frame:  # entered in each forward: as a generator it would cost twice as much
     """Sets aside the hooks of the checkpoint that is running, so that those around it pack what is saved.
 

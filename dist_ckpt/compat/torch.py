@@ -30,6 +30,18 @@ SavedTensor: Any = torch._C._autograd.SavedTensor
 """A handle of something that autograd saves; its ``unpack()`` gives the tensor back."""
 
 
+def bare_alias(tensor: Tensor) -> Tensor:
+    """The same memory without a graph. In-place edits of either count in the version of both, beneath autograd too."""
+    return _checkpoint._detach_helper(tensor)
+
+
+def version_witness(tensor: Tensor) -> Tensor:
+    """An empty tensor that counts the in-place edits of another one's memory, and keeps none of it."""
+    witness = bare_alias(tensor)
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # which leaves the version counter
+    return witness
+
+
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
     """A reference that keeps no memory alive; while it lives, no other storage gets this one's address."""
     return StorageWeakRef(tensor.untyped_storage())
@@ -226,11 +238,30 @@ class Frame(_checkpoint._CheckpointFrame):
         super().__init__(recompute, early_stop if forced is None else forced, None, metadata)
         self.caches: list[Mapping[Any, Any]] = []
         """Op-level caches of the parts."""
+        self._watched: list[tuple[Tensor, int]] = []
 
     def keep(self, tensor: Tensor) -> int:
         """Keeps an input as autograd would, checked for in-place edits, and returns its position."""
         self.saved_args.append(_checkpoint._make_saved_tensor(tensor, is_output=False))
+        # Autograd checks nothing that hooks have packed. Those of a checkpoint around this one keep the very tensor
+        # while they recompute, so an edit after this forward would be one of its input.
+        if running_frame() is not None and type(tensor) in (Tensor, torch.nn.Parameter):
+            self._watched.append((version_witness(tensor), tensor._version))
         return len(self.saved_args) - 1
+
+    def get_inputs(self) -> list[Any]:
+        """The inputs again.
+
+        Raises:
+            RuntimeError: one was edited in place since.
+        """
+        if any(witness._version != version for witness, version in self._watched):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                "input of a region inside another one, after the inner one ran"
+            )
+        inputs: list[Any] = super().get_inputs()
+        return inputs
 
     @contextmanager
     def part(self) -> Iterator[None]:

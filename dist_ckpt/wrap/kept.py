@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dist_ckpt.compat import dispatch as torch_private
-from dist_ckpt.compat.torch import SavedTensor
+from dist_ckpt.compat.torch import bare_alias, version_witness
 from dist_ckpt.memory.packed import Packed
 from dist_ckpt.ops import Operator
 from dist_ckpt.plan import Action
@@ -24,7 +24,7 @@ class Alias:
     __slots__ = ("val", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.val = torch_private.bare_alias(tensor)
+        self.val = bare_alias(tensor)
         self.version = self.val._version
 
     @property
@@ -36,6 +36,27 @@ class Alias:
         """Keeps a copy, because the tensor is about to be edited."""
         self.val = self.val.clone()
         self.version = self.val._version
+
+
+class Away:
+    """A kept tensor that waits elsewhere: with saved-tensor hooks, or in host memory."""
+
+    __slots__ = ("val", "version", "witness")
+
+    def __init__(self, val: Any, witness: Tensor | None) -> None:
+        self.val = val
+        """A handle of autograd's, or what an offloader returned."""
+        self.witness = witness
+        self.version = 0 if witness is None else witness._version
+
+    @property
+    def is_stale(self) -> bool:
+        """As of an :class:`Alias`: hooks may hand the very tensor through, and autograd checks none of theirs."""
+        return self.witness is not None and self.witness._version != self.version
+
+    def get(self) -> Tensor:
+        tensor: Tensor = self.val.get() if isinstance(self.val, Packed) else self.val.unpack()
+        return tensor
 
 
 class GeneratorState:
@@ -155,14 +176,7 @@ class Results(dict[Operator, list[Kept | None]]):
             self[place.op][place.call] = None
             return
 
-        def replaced(leaf: Any) -> Any:
-            if not isinstance(leaf, Alias):
-                return leaf
-            held = pack(leaf.val)
-            # What stays on the device after all is watched for edits as any other result is.
-            return held if not isinstance(held, Packed) or held.in_host_memory else leaf
-
-        self[place.op][place.call] = entry._replace(out=_each(replaced, entry.out))
+        self[place.op][place.call] = entry._replace(out=_each(lambda leaf: _packed(leaf, pack), entry.out))
 
     def _aliases(self, place: Place) -> Iterator[Alias]:
         entry = self[place.op][place.call]
@@ -186,18 +200,28 @@ class Results(dict[Operator, list[Kept | None]]):
 
 
 def _restored(entry: Kept | None, is_retained: bool) -> Kept | None:
-    if entry is None or any(isinstance(leaf, Alias) and leaf.is_stale for leaf in tree_leaves(entry.out)):
+    if entry is None or any(isinstance(leaf, (Alias, Away)) and leaf.is_stale for leaf in tree_leaves(entry.out)):
         return None
 
     def tensor_of(leaf: Any) -> Any:
         if isinstance(leaf, Alias):
             # The recompute gives the tensor that it gets a graph, so one that is handed out again stays bare.
-            return torch_private.bare_alias(leaf.val) if is_retained else leaf.val
-        if isinstance(leaf, Packed):
-            return leaf.get()
-        return leaf.unpack() if isinstance(leaf, SavedTensor) else leaf
+            return bare_alias(leaf.val) if is_retained else leaf.val
+        return leaf.get() if isinstance(leaf, Away) else leaf
 
     return entry._replace(out=_each(tensor_of, entry.out))
+
+
+def _packed(leaf: Any, pack: Callable[[Tensor], Any]) -> Any:
+    """What stands for a tensor once it waits elsewhere; the alias itself if it does not."""
+    if not isinstance(leaf, Alias) or is_traceable_wrapper_subclass(leaf.val):
+        return leaf
+    held = pack(leaf.val)
+    if isinstance(held, Packed) and not held.in_host_memory:  # too small for it
+        return leaf
+    # A copy that is done at once does not change with its original.
+    is_copied = isinstance(held, Packed) and leaf.val.device.type == "cpu"
+    return Away(held, None if is_copied else version_witness(leaf.val))
 
 
 def _alias(leaf: Any) -> Any:

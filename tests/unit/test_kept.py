@@ -525,3 +525,36 @@ def test_nothing_is_held_after_backward() -> None:
     assert kept
     loss.backward()
     assert all(ref() is None for ref in kept)
+
+
+class Nested(nn.Module):
+    """An outer block that edits what its inner one returns."""
+
+    def __init__(self, edit: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.edit = Around(edit), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.tanh()).exp()
+
+
+@pytest.mark.parametrize("hooks", [lambda: _seen([]), save_on_cpu], ids=["identity", "save_on_cpu"])
+def test_edits_after_the_region_are_noticed_whatever_hooks_have_the_result(hooks: Callable[[], Any]) -> None:
+    """Hooks may hand the very tensor through, and autograd does not watch what they were given."""
+    plain = Around(EDITS["add"])
+    model = copy.deepcopy(plain)
+    apply_plan(model, Plan(regions=(Region(("block",), SaveRule(ops=(MATMULS,))),)))
+    x = inputs()
+    loss, by = step(model, x, hooks())
+    for retain in (True, False):
+        found = torch.autograd.grad(loss, by, retain_graph=retain)
+        assert_equal(list(found), gradients(plain, x))
+
+
+def test_edits_between_an_inner_and_an_outer_region_are_noticed() -> None:
+    plain = nn.Sequential(Nested(EDITS["add"]))
+    inner = Region(("0.inner.block",), SaveRule(ops=(MATMULS,)))
+    model = copy.deepcopy(plain)
+    apply_plan(model, Plan(regions=(Region(("0",), inner=(inner,)),), policy={"mode": "nested", "insist": True}))
+    x = inputs()
+    assert_equal(gradients(model, x), gradients(plain, x))

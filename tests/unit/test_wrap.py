@@ -241,3 +241,26 @@ def test_an_error_in_a_plan_leaves_the_model_as_it_was() -> None:
     with pytest.raises(PlanError):
         apply_plan(model, Plan(regions=(Region(("blocks.0",)), Region(("nothing",)))))
     assert type(model.blocks[0]) is Block
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_input_that_is_edited_after_its_region_is_an_error_inside_another_region_too(nested: bool) -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp().exp()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.inner = nn.Linear(4, 4), Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x)
+            out = self.inner(h)
+            return out + h.add_(1.0).tanh()
+
+    model = nn.Sequential(Outer())
+    inner = Region(("0.inner",))
+    apply_plan(model, Plan(regions=(Region(("0",), inner=(inner,)) if nested else inner,)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(2, 4)).sum().backward()
