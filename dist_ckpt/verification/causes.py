@@ -10,7 +10,7 @@ from dist_ckpt.errors import DistCkptError
 from dist_ckpt.verification.differences import Difference, first_difference, other_count
 from dist_ckpt.verification.effects import Noise
 from dist_ckpt.verification.findings import Finding
-from dist_ckpt.verification.observe import Change, Observation
+from dist_ckpt.verification.observe import Change, Observation, shown
 from dist_ckpt.verification.record import Run
 from dist_ckpt.verification.state import Key
 
@@ -162,23 +162,23 @@ def _grows(change: Change) -> bool:
     """Whether something was added, as to a cache, rather than overwritten or counted."""
     values = [value for value in _steps(change) if value is not None]
     numbers = all(isinstance(value, (bool, int, float, complex)) for value in values)
-    return not numbers and len({_shown(value) for value in _steps(change)}) > 1
+    return not numbers and len({shown(value) for value in _steps(change)}) > 1
 
 
 def _told(keys: Collection[Key], changes: dict[Key, Change], most: int = 2) -> str:
     """What changed, by the pieces that say most: those of which three states can be told apart first."""
     meaningful = [key for key in keys if changes[key].in_forward] or list(keys)
-    order = sorted(meaningful, key=lambda key: len({_shown(value) for value in _steps(changes[key])}), reverse=True)
+    order = sorted(meaningful, key=lambda key: len({shown(value) for value in _steps(changes[key])}), reverse=True)
     told = [_story(_named(key), changes[key]) for key in order[:most]]
     return "; ".join(told) + (f"; and {len(order) - most} more" if len(order) > most else "")
 
 
 def _story(name: str, change: Change) -> str:
-    shown = [_shown(value) for value in _steps(change)]
-    if len(set(shown)) == 1:
-        return f"{name} ({shown[0]}) had other values"
-    left = f", which left {shown[2]}" if len(shown) == 3 else ""
-    return f"{name} was {shown[0]} for its forward and {shown[1]} for its recompute{left}"
+    values = [shown(value) for value in _steps(change)]
+    if len(set(values)) == 1:
+        return f"{name} ({values[0]}) had other values"
+    left = f", which left {values[2]}" if len(values) == 3 else ""
+    return f"{name} was {values[0]} for its forward and {values[1]} for its recompute{left}"
 
 
 def _steps(change: Change) -> list[Any]:
@@ -189,11 +189,3 @@ def _steps(change: Change) -> list[Any]:
 def _named(key: Key) -> str:
     owner, path = key
     return path if " " not in owner else f"{owner}{path}"
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, tuple) and len(value) == 3:
-        return f"{value[1]} {value[0]}"
-    return str(value) if len(str(value)) < 60 else f"{str(value)[:57]}…"

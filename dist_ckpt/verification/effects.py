@@ -11,7 +11,7 @@ from torch import Tensor
 from dist_ckpt.verification.differences import first_other_call
 from dist_ckpt.verification.digest import fingerprint
 from dist_ckpt.verification.findings import Finding, GradientCheck, of_gradients
-from dist_ckpt.verification.observe import Observation
+from dist_ckpt.verification.observe import Observation, shown
 
 NOISE_FACTOR = 8.0
 """How many times the difference of two runs without a plan a difference with it may be."""
@@ -78,11 +78,17 @@ def effects(
             yield Finding(name, f"is {other} with the plan and {number} without")
 
 
-def of_streams(base: Observation, planned: Observation, known: Collection[object]) -> Iterator[Finding]:
-    """Random streams that end elsewhere, as far as nothing has been said of them."""
+def of_state(base: Observation, planned: Observation, noisy: Collection[object]) -> Iterator[Finding]:
+    """Streams and state that end elsewhere, where no recompute is to blame."""
     for name, state in base.streams[-1].items():
-        if planned.streams[-1].get(name) != state and name not in known:
+        if planned.streams[-1].get(name) != state and name not in noisy:
             yield Finding(f"random stream {name}", "ends elsewhere with the plan")
+    before, after = base.looks[-1], planned.looks[-1]
+    for owner, path in dict.fromkeys((*before, *after)):
+        without, found = before.get((owner, path)), after.get((owner, path))
+        if without != found and (owner, path) not in noisy:
+            values = f"{shown(found)} with the plan, {shown(without)} without"
+            yield Finding(owner or "the model", f"{path or 'its value'} ends as {values}".strip())
 
 
 def _of_forward(base: Observation, planned: Observation, tolerance: float, noise: Noise) -> Iterator[Finding]:

@@ -38,6 +38,15 @@ class Change:
         return bool(self.after_forward != self.after_backward)
 
 
+def shown(value: Any) -> str:
+    """A piece of state for a reader; tensors by type and shape."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, tuple) and len(value) == 3:
+        return f"{value[1]} {value[0]}"
+    return str(value) if len(str(value)) < 60 else f"{str(value)[:57]}…"
+
+
 @dataclass(eq=False)
 class Observation:
     """What one step was seen to do. Of a model that is sharded, this rank's part."""
@@ -64,6 +73,8 @@ class Observation:
     checkpoint_of: Callable[[Any], Checkpoint | None] = lambda frame: None
     names: Mapping[int, str] = field(default_factory=dict)
     """id of a module → its name."""
+    is_compiled: bool = False
+    """Whether some modules are compiled, which are not looked into."""
     is_complete: bool = True
     """Whether all of the state was looked at."""
     saved_bytes: int | None = None
@@ -140,6 +151,7 @@ class Observer:
         seen.calls, seen.checkpoints = self._watch.calls, self._watch.checkpoints
         seen.draws, seen.checkpoint_of = self._watch.draws, self._watch.checkpoint_of
         seen.replayed = frozenset(stream.name for stream in self._streams if stream.is_replayed)
+        seen.is_compiled = self._watch.is_compiled
         seen.users = self._roots.users
         seen.names = {id(module): name for name, module in named_modules(self._model)}
         return seen

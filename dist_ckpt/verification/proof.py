@@ -16,7 +16,7 @@ from dist_ckpt.cost import LossFn, ModelInput, default_loss
 from dist_ckpt.errors import DistCkptError, PlanError
 from dist_ckpt.guards.caches import switch_off_caches
 from dist_ckpt.names import unwrap
-from dist_ckpt.plan import Plan
+from dist_ckpt.plan import Plan, fold_names
 from dist_ckpt.planning import make_plan
 from dist_ckpt.policy import PolicySpec
 from dist_ckpt.verification.causes import causes
@@ -27,7 +27,7 @@ from dist_ckpt.verification.effects import (
     compare_gradients,
     effects,
     noise_of,
-    of_streams,
+    of_state,
 )
 from dist_ckpt.verification.failures import failure
 from dist_ckpt.verification.findings import Finding, Verification, fold
@@ -68,6 +68,8 @@ def verify(
         Exception: whatever the step raises without a plan.
     """
     loss_fn = loss_fn or default_loss
+    if any(p.is_meta for p in model.parameters()):
+        raise PlanError("verify runs a step for real, and this model has no memory: it is on the meta device")
     if unwrap(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
         raise PlanError(
             "verify needs the model before sharding and compiling; launch/verify.py proves a plan under an engine"
@@ -99,7 +101,7 @@ def judge(base: Observation, again: Observation, planned: Observation, plan: Pla
     elif planned.error is None:
         findings += effects(base, planned, checks, allowed, noise)
         if not has_cause:
-            findings += of_streams(base, planned, noise.state)
+            findings += of_state(base, planned, noise.state)
     if noise.relative > ROUNDING:
         findings.insert(0, _unprovable(noise))
     return Verification(
@@ -201,5 +203,9 @@ def _notes(base: Observation, planned: Observation, plan: Plan, noise: Noise) ->
     recomputed = [checkpoint for checkpoint in planned.checkpoints if checkpoint.recomputes or checkpoint.was_compared]
     if regions and not recomputed and planned.error is None:
         yield "no region was recomputed in this step: nothing in them needs a gradient, or none was called"
+    called = {event.module for event in planned.calls}
+    silent = [name for region in plan.all_regions() for name in region.modules if name not in called]
+    if silent and recomputed and not planned.is_compiled:
+        yield f"not called in this step, so not proven: {', '.join(fold_names(tuple(silent)))}"
     if not (base.is_complete and planned.is_complete):
         yield "the step's state is too large to be compared as a whole: the first part of it was"

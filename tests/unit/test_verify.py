@@ -204,6 +204,27 @@ def test_a_forward_that_does_something_else_with_a_plan() -> None:
     assert {check.status for check in proof.gradients} == {"differs", "only without the plan"}
 
 
+class Telling(nn.Module):
+    """Keeps the name of the forward that ran, which is another one with a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.ran = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ran = type(self).__mro__[0].__dict__.get("forward", Telling.forward).__code__.co_filename[-14:]
+        return torch.tanh(self.linear(x))
+
+
+def test_state_that_a_forward_leaves_otherwise() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Telling(), Telling())
+    proof = verify(model, torch.randn(2, 8), None, {"mode": "full", "blocks": "1"})
+    assert [finding.where for finding in proof.findings] == ["1"], str(proof)
+    assert "ran ends as" in proof.findings[0].what and "with the plan" in proof.findings[0].what
+
+
 class Raising(nn.Module):
     """Fails in a recompute: it counts, and refuses to be called twice."""
 
@@ -242,6 +263,8 @@ def test_what_cannot_be_proven_is_refused() -> None:
         verify(model, batch, lambda m, x: m(x), "full")
     with pytest.raises(PlanError, match="before sharding and compiling"):
         verify(torch.compile(model), batch, None, "full")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="meta device"):
+        verify(Stack().to("meta"), batch, None, "full")
     model.kept = model(batch)
     with pytest.raises(PlanError, match="cannot be copied"):
         verify(model, batch, None, "full")
@@ -250,6 +273,14 @@ def test_what_cannot_be_proven_is_refused() -> None:
 def test_regions_that_nothing_recomputes_are_noted() -> None:
     proof = verify(Stack(), torch.randn(2, 5, 4), lambda m, x: m.head(m.embed(x)).sum(), "full")
     assert proof.ok and "no region was recomputed" in proof.notes[0]
+
+
+def test_regions_that_the_step_does_not_call_are_noted() -> None:
+    def first_only(model: nn.Module, x: Tensor) -> Tensor:
+        return model.head(model.blocks[0](model.embed(x))).sum()
+
+    proof = verify(Stack(), torch.randn(2, 5, 4), first_only, "full")
+    assert proof.ok and proof.notes == ("not called in this step, so not proven: blocks.{1-2}",)
 
 
 def test_one_report_of_all_ranks() -> None:
