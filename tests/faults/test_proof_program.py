@@ -37,6 +37,7 @@ def test_a_plan_that_is_proven(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_fault_of_one_rank(tmp_path: Path) -> None:
     """Its recompute fails there, in the middle of a backward whose collectives the other rank has joined."""
     (tmp_path / "driver.py").write_text(FAULTY)
@@ -80,6 +81,7 @@ def test_mistakes_need_no_torch(tmp_path: Path, arguments: list[str], says: str)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_nothing_to_prove_is_a_mistake(tmp_path: Path) -> None:
     finished = alone(*TINY, "ckpt=none", script=VERIFY, cwd=tmp_path)
     assert finished.code == 2 and "leaves no region to prove" in finished.errors[0], finished.output

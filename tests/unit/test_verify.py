@@ -22,7 +22,7 @@ from tests.unit.test_architectures import expected_refusal, pair_id
 from tests.unit.toys import Stack
 
 PAIRS = [pair for pair in ALL_PAIRS if pair[1] not in ("none", "plan") and expected_refusal(*pair) is None]
-DIAGONAL = PAIRS[:: len(ARCHITECTURES) + 1]
+DIAGONAL = PAIRS[:: 2 * len(ARCHITECTURES) - 3]
 
 
 def check_no_alarm(name: str, mode: str, options: dict[str, Any], mixed: bool = False) -> None:
@@ -46,9 +46,8 @@ def test_no_alarm_over_healthy_models(name: str, mode: str, options: dict[str, A
     check_no_alarm(name, mode, options)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_no_alarm_under_autocast(mode: str) -> None:
-    check_no_alarm("decoder", mode, {}, mixed=True)
+def test_no_alarm_under_autocast() -> None:
+    check_no_alarm("decoder", "selective", {}, mixed=True)
 
 
 @pytest.mark.full
