@@ -105,6 +105,8 @@ def plan_cost(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn |
         PlanError: the plan does not fit, an op rule matches nothing, the model is sharded, or its forward depends on
             values and so cannot run on fake tensors.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan_cost takes a plan, not a {type(plan).__name__}: make_plan(model, policy) makes one")
     loss_fn = loss_fn or default_loss
     with_plan = _measure(model, plan, batch, loss_fn)
     without = _measure(model, Plan(), batch, loss_fn) if plan.regions else with_plan
@@ -135,7 +137,10 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = found if isinstance(found, Tensor) else output
     if not isinstance(loss, Tensor):
-        raise PlanError(f"the model returns a {type(output).__name__}: pass loss_fn(model, batch) → scalar loss")
+        raise PlanError(
+            f"the model returns a {type(output).__name__}: pass loss_fn(model, batch) → scalar loss, or put labels "
+            "into the batch"
+        )
     return loss if loss.dim() == 0 else loss.sum()
 
 

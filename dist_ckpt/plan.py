@@ -127,6 +127,9 @@ class Region:
                 f"region {where}: no determinism_check {self.determinism_check!r}; "
                 f"{choices(str(self.determinism_check), get_args(DeterminismCheck))}"
             )
+        for option in ("preserve_rng_state", "early_stop"):
+            if type(getattr(self, option)) is not bool:
+                raise PlanError(f"region {where}: {option}={getattr(self, option)!r} must be true or false")
         if len(self.modules) > 1 and self.save.ops:
             raise PlanError(f"region {where}: op rules belong to regions of one module")
         if self.save.offloads_everything and self.inner:
@@ -196,6 +199,9 @@ class Plan:
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise PlanError(f"not a plan of schema {SCHEMA}: schema {found!r}")
+        fields = [field.name for field in dataclasses.fields(Plan)]
+        if unknown := [name for name in data if name not in fields]:
+            raise PlanError(f"not a plan: it has a field {unknown[0]!r}; {choices(unknown[0], fields)}")
         try:
             return Plan(
                 blocks=_names(data["blocks"]),

@@ -166,9 +166,9 @@ class ConsecutivePolicy(RecomputePolicy):
     """Base of the policies that take consecutive blocks as one region; a segment never crosses lists of blocks."""
 
     k: Size | str = "sqrt"
-    """Blocks a segment. ``sqrt``: the length with the least peak, √(n·input bytes/block bytes) for n blocks of which
-    each keeps ``block bytes``, where a batch is given to measure them on; without a batch the nearest to √n, which is
-    right only for blocks that keep about as much as their input."""
+    """Blocks a segment. ``sqrt``: the length with the least peak. In ``segments`` that is √(n·input bytes/block bytes)
+    for n blocks, where a batch is given to measure them on; without a batch the nearest to √n, which is right only for
+    blocks that keep about as much as their input. In ``nested`` it is √n."""
 
     def check(self) -> None:
         if isinstance(self.k, str) and self.k != "sqrt":
@@ -279,7 +279,10 @@ def policy_from(spec: PolicySpec) -> Policy:
     if isinstance(spec, str):
         return _policy_class(spec)()
     if not isinstance(spec, Mapping):
-        raise PlanError(f"a policy is a mode name, a mapping or a Policy object, not {type(spec).__name__}")
+        raise PlanError(
+            f"a policy is a mode name, a mapping or a Policy object, not {type(spec).__name__}"
+            + "; apply_plan(model, plan) applies a plan" * (type(spec).__name__ == "Plan")
+        )
     options = {str(k): spec[k] for k in spec}
     mode = options.pop("mode", None)
     cls = Policy if mode is None else _policy_class(str(mode))

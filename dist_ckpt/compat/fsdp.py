@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParameter
 
 
 def fsdp1_flat_parameter(module: nn.Module) -> nn.Parameter | None:
@@ -27,6 +28,11 @@ def fsdp1_shard_grads(flat: nn.Parameter) -> Iterator[Tensor]:
     for grad in (flat.grad, getattr(flat, "_saved_grad_shard", None)):
         if grad is not None:
             yield grad
+
+
+def is_flat_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a view that FSDP1 has put in a parameter's place; it exchanges these itself."""
+    return isinstance(tensor._base, FlatParameter)
 
 
 def fsdp1_managed(flat: nn.Parameter) -> Iterator[nn.Parameter]:

@@ -115,6 +115,12 @@ def sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def keeps_less_on_fakes(node: Any) -> bool:
+    """Whether a node's operator keeps less on fake tensors than on real ones: oneDNN's LSTM has an empty workspace
+    there (torch/_meta_registrations.py, ``mkldnn_rnn_layer``)."""
+    return bool(node.name() == "MkldnnRnnLayerBackward0")
+
+
 def frame_of(handle: Any) -> Any | None:
     """The frame of the non-reentrant checkpoint that packed this saved tensor; ``None`` for other hooks."""
     return _frame_in(handle.unpack_hook)
@@ -225,17 +231,19 @@ class Frame(_checkpoint._CheckpointFrame):
     where their model calls them.
 
     Args:
+        name: of what is recomputed, for messages.
         recompute: called with the kept inputs, in the order of :meth:`keep`. It must not refer to the frame, which
             would keep the inputs alive until Python's cycle collector runs.
         check: compare shape, dtype and device of what is recomputed.
     """
 
-    def __init__(self, recompute: Callable[..., None], early_stop: bool, check: bool) -> None:
+    def __init__(self, name: str, recompute: Callable[..., None], early_stop: bool, check: bool) -> None:
         if not hasattr(_checkpoint._CheckpointFrame, "save_inputs"):
             raise UnsupportedTorch(f"torch {torch.__version__}: checkpoint frames keep their inputs elsewhere")
         forced = _checkpoint._enable_checkpoint_early_stop  # set_checkpoint_early_stop(), a context of torch's
         metadata = _checkpoint._allowed_determinism_checks_to_fns["default" if check else "none"]
         super().__init__(recompute, early_stop if forced is None else forced, None, metadata)
+        self.name = name
         self.caches: list[Mapping[Any, Any]] = []
         """Op-level caches of the parts."""
         self._watched: list[tuple[Tensor, int]] = []
@@ -257,11 +265,25 @@ class Frame(_checkpoint._CheckpointFrame):
         """
         if any(witness._version != version for witness, version in self._watched):
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                "input of a region inside another one, after the inner one ran"
+                f"an argument of {self.name} has been modified by an inplace operation before its recompute, inside a "
+                "region around it"
             )
-        inputs: list[Any] = super().get_inputs()
+        try:
+            inputs: list[Any] = super().get_inputs()
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):  # autograd has no type for it
+                raise
+            raise RuntimeError(f"an argument of {self.name} was edited before its recompute: {error}") from error
         return inputs
+
+    def check_recomputed_tensors_match(self, gid: Any) -> None:
+        try:
+            super().check_recomputed_tensors_match(gid)
+        except _checkpoint.CheckpointError as error:
+            raise _checkpoint.CheckpointError(
+                f"the recompute of {self.name} does otherwise than its forward; verify(model, batch, loss_fn, plan) "
+                f"says where and why. {error}"
+            ) from error
 
     @contextmanager
     def part(self) -> Iterator[None]:

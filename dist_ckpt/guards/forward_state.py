@@ -15,7 +15,9 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from dist_ckpt.compat.fsdp import is_flat_view
 from dist_ckpt.errors import PlanError
 from dist_ckpt.names import unwrapped_name
 
@@ -39,15 +41,18 @@ class ForwardState(AbstractContextManager["ForwardState"]):
         self._module = module
         self._name = name
         self._training: list[tuple[nn.Module, bool]] = []
-        # Sharding may put other objects in a parameter's place until backward, which says nothing about edits.
+        # What stands in a parameter's place for one call (torch.func.functional_call) does so for the recompute.
+        self._stand_ins: list[tuple[nn.Module, str, Tensor]] = []
         self._parameters: list[tuple[str, nn.Module, str, Tensor, int]] = []
         self._copies: list[tuple[nn.Module, str, Tensor]] = []
         self._checked: list[tuple[str, nn.Module, str, Tensor, int]] = []
         for prefix, owner in module.named_modules():
             self._training.append((owner, owner.training))
             for own, parameter in owner._parameters.items():
-                if parameter is not None:
+                if isinstance(parameter, nn.Parameter):
                     self._parameters.append((prefix, owner, own, parameter, parameter._version))
+                elif parameter is not None and not is_flat_view(parameter):
+                    self._stand_ins.append((owner, own, parameter))
             for own, buffer in owner._buffers.items():
                 if buffer is None:
                     continue
@@ -74,7 +79,10 @@ class ForwardState(AbstractContextManager["ForwardState"]):
         if any(owner.training != training for owner, training in self._training):
             self._differs("train() or eval() was called on it")
         for prefix, owner, own, parameter, version in self._parameters:
-            if owner._parameters.get(own) is parameter and parameter._version != version:
+            current = owner._parameters.get(own)
+            if current is not parameter and not isinstance(current, DTensor):  # FSDP2 may not have gathered it yet
+                self._differs(f"its parameter {_full(prefix, own)!r} was replaced")
+            if parameter._version != version:
                 self._differs(f"its parameter {_full(prefix, own)!r} was edited in place (an optimizer step?)")
         for prefix, owner, own, buffer, version in self._checked:
             if owner._buffers[own] is not buffer or buffer._version != version:
@@ -82,6 +90,9 @@ class ForwardState(AbstractContextManager["ForwardState"]):
         self._current = [(owner, name, owner._buffers[name]) for owner, name, _ in self._copies]
         for owner, name, copy in self._copies:
             owner._buffers[name] = copy.clone()  # the recompute may edit it, and may run again
+        self._replaced = [(owner, own, owner._parameters.get(own)) for owner, own, _ in self._stand_ins]
+        for owner, own, stand_in in self._stand_ins:
+            owner._parameters[own] = stand_in  # type: ignore[assignment]
         if self._inner is not None:
             self._inner.__enter__()
         return self
@@ -89,7 +100,7 @@ class ForwardState(AbstractContextManager["ForwardState"]):
     def _differs(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"{self._name} is recomputed, and between its forward and its backward {what}: the recompute would differ "
-            "from the forward"
+            "from the forward. Do that after the backward"
         )
 
     def __exit__(
@@ -101,7 +112,9 @@ class ForwardState(AbstractContextManager["ForwardState"]):
         finally:
             for owner, name, buffer in self._current:
                 owner._buffers[name] = buffer
-            del self._current
+            for owner, own, current in self._replaced:
+                owner._parameters[own] = current
+            del self._current, self._replaced
 
 
 def _full(prefix: str, own: str) -> str:

@@ -54,9 +54,13 @@ def _streams(modules: Iterable[nn.Module], functions: Iterable[Callable[..., Any
     held: dict[int, tuple[str, Any]] = {}
     code = dict.fromkeys(functions)
     for module in modules:
-        code[own_class(module).forward] = None
-        for name, value in vars(module).items():
-            held |= {id(g): (f"{own_class(module).__name__}.{name}", g) for g in _generators(value)}
+        own = own_class(module)
+        code[own.forward] = None
+        of_classes = [
+            one for cls in own.__mro__ if cls.__module__.partition(".")[0] != "torch" for one in vars(cls).items()
+        ]
+        for name, value in (*of_classes, *vars(module).items()):
+            held |= {id(g): (f"{own.__name__}.{name}", g) for g in _generators(value)}
     for function in code:
         for name, value in _names_used(function):
             held |= {id(g): (repr(name), g) for g in _generators(value)}

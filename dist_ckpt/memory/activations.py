@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from dist_ckpt.compat import torch as torch_private
@@ -59,7 +60,8 @@ def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iter
         until: tensors at which to stop, so that only what lies between them and the roots is counted.
     """
     roots = list(roots)
-    walk = _Walk(Storages(resident), any(root.device.type != "cpu" for root in roots))
+    is_fake = any(isinstance(root, FakeTensor) for root in roots)
+    walk = _Walk(Storages(resident), any(root.device.type != "cpu" for root in roots), is_fake)
     walk.visit([root.grad_fn for root in roots], {tensor.grad_fn for tensor in until})
     return SavedBytes(
         total=walk.kept.nbytes,
@@ -75,9 +77,10 @@ def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iter
 class _Walk:
     """One pass over a graph; frames of checkpoints are visited once however many of their tensors are met."""
 
-    def __init__(self, resident: Storages, on_accelerator: bool) -> None:
+    def __init__(self, resident: Storages, on_accelerator: bool, is_fake: bool) -> None:
         self.resident = resident
         self.on_accelerator = on_accelerator
+        self.is_fake = is_fake
         self.kept = Storages()
         self.weight_copies = Storages()
         self.inputs = self.cached = self.offloaded = 0
@@ -98,7 +101,7 @@ class _Walk:
                 kind = self._kinds[type(node)] = torch_private.NodeKind.of(type(node))
             for handle in torch_private.saved_tensors(node, kind):
                 self._keep(handle, frames)
-            if torch_private.is_opaque(node, kind):
+            if torch_private.is_opaque(node, kind) or (self.is_fake and torch_private.keeps_less_on_fakes(node)):
                 self.opaque.add(node.name().removeprefix("torch::autograd::"))
             if function := torch_private.custom_function(node, kind):
                 functions.append((function, node._sequence_nr()))

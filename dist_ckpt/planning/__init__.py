@@ -82,7 +82,7 @@ def make_plan(
     if asked.min_bytes and batch is None:
         raise PlanError(f"ckpt.min_bytes={asked.min_bytes} needs a batch to measure regions on: make_plan(…, batch)")
     blocks = find_blocks(model, asked.blocks)
-    excluded = find_blocks(model, asked.exclude, key="exclude") if asked.exclude else ()
+    excluded = _excluded(model, asked.exclude, blocks)
     chosen = tuple(block for block in blocks if block not in excluded)
     if not chosen:
         raise PlanError(f"ckpt.exclude={asked.exclude!r} leaves no block; ask for mode 'none'")
@@ -132,6 +132,20 @@ def apply(model: Any, policy: PolicySpec, batch: ModelInput | None = None, loss_
     plan = make_plan(model, policy, batch, loss_fn)
     apply_plan(model, plan)
     return plan
+
+
+def _excluded(model: nn.Module, exclude: str | tuple[str, ...], blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """The blocks that are left alone; raises PlanError for a pattern that matches none."""
+    found: tuple[str, ...] = ()
+    for pattern in (exclude,) if isinstance(exclude, str) else exclude:
+        named = find_blocks(model, pattern, key="exclude")
+        here = tuple(block for block in blocks if block in named)
+        if not here:
+            raise PlanError(
+                f"ckpt.exclude={pattern!r} matches no block; the blocks are {', '.join(fold_names(blocks))}"
+            )
+        found += here
+    return found
 
 
 def _left_out(freed: Mapping[tuple[str, ...], int]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -46,6 +47,10 @@ def recompute(function: Function, policy: PolicySpec = "full") -> Function:
     """
     if not callable(function):
         raise PlanError(f"a {type(function).__name__} cannot be called, so it cannot be recomputed")
+    if isinstance(function, type):
+        raise PlanError(f"{function.__name__} is a class: an instance of it is needed")
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise PlanError(f"{function.__qualname__} runs after it has returned, so it cannot be recomputed")
     asked = policy_from(policy)
     if not isinstance(asked, (FullPolicy, SelectivePolicy, OffloadPolicy)):
         raise PlanError(f"ckpt.mode={asked.mode}: a function has no blocks. Valid: full, offload, selective")

@@ -19,7 +19,7 @@ def plan_nested(target: Target, policy: NestedPolicy) -> Planned:
     Raises:
         PlanError: a pattern that matches nothing, or more than three levels.
     """
-    segments, notes = cut(target, policy)
+    segments, notes = cut(target, policy, has_inner=True)
     patterns = (policy.inner,) if isinstance(policy.inner, str) else policy.inner
     matched: dict[str, int] = {}
     names: dict[str, None] = {}

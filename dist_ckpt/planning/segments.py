@@ -25,14 +25,20 @@ def plan_segments(target: Target, policy: SegmentsPolicy) -> Planned:
     return Planned(tuple(Region(modules) for modules in kept), notes=notes)
 
 
-def cut(target: Target, policy: ConsecutivePolicy) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The segments, run by run of consecutive blocks, and a note on how their length was found."""
+def cut(
+    target: Target, policy: ConsecutivePolicy, has_inner: bool = False
+) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """The segments, run by run of consecutive blocks, and a note on how their length was found.
+
+    Args:
+        has_inner: blocks keep little more than their inputs while their segment is recomputed.
+    """
     segments: list[tuple[str, ...]] = []
     notes: dict[str, None] = {}
     for run in runs(target):
         k = policy.k
         if isinstance(k, str):
-            k, note = _best_length(target, run)
+            k, note = _best_length(target, run, has_inner)
             notes[note] = None
         segments += [run[start : start + k] for start in range(0, len(run), k)]
     return segments, tuple(notes)
@@ -62,9 +68,13 @@ def _full(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent else name
 
 
-def _best_length(target: Target, run: tuple[str, ...]) -> tuple[int, str]:
-    """The length with the least peak (n/k)·input + k·block, and a note that says what it rests on."""
+def _best_length(target: Target, run: tuple[str, ...], has_inner: bool) -> tuple[int, str]:
+    """The length with the least peak, and a note that says what it rests on: (n/k)·input + k·block, or with regions
+    inside (n/k)·input + k·input + block."""
     n = len(run)
+    if has_inner:
+        k = max(1, round(math.sqrt(n)))
+        return k, f"segments of {k}: √n, as with regions inside blocks keep about their input"
     if target.measured is None:
         k = max(1, round(math.sqrt(n)))
         return k, (

@@ -106,6 +106,8 @@ class Results(dict[Operator, list[Kept | None]]):
         """Custom autograd Functions in whose forward a result was kept."""
         self.nodes = range(0)
         """Sequence numbers of the autograd nodes that the forward made."""
+        self.recomputes = 0
+        """Recomputes that run now. In a forward that runs a backward of its own they run under the forward's mode."""
         self._is_complete = False
         self._places: list[Place] = []
         self._by_storage: dict[int, list[Alias]] = {}
@@ -207,7 +209,8 @@ def _restored(entry: Kept | None, is_retained: bool) -> Kept | None:
         if isinstance(leaf, Alias):
             # The recompute gives the tensor that it gets a graph, so one that is handed out again stays bare.
             return bare_alias(leaf.val) if is_retained else leaf.val
-        return leaf.get() if isinstance(leaf, Away) else leaf
+        # A view of a copy that others share would let no operation edit its result in place.
+        return bare_alias(leaf.get()) if isinstance(leaf, Away) else leaf
 
     return entry._replace(out=_each(tensor_of, entry.out))
 

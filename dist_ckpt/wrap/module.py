@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -25,19 +26,20 @@ from dist_ckpt.names import InPlaceWrapper, own_class
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.offload import Offloader
 from dist_ckpt.wrap.oplevel import RULES, compiled_contexts
-from dist_ckpt.wrap.region import DRAWS_CHECKED, draws_checked, inputs_kept_under, run_region
+from dist_ckpt.wrap.region import CHECKED, first_forward_checked, inputs_kept_under, run_region
 from dist_ckpt.wrap.segment import Segment, run_again
 from dist_ckpt.wrap.span import Forward
 
 _REGION = "_dist_ckpt_region"
 _SEGMENT = "_dist_ckpt_segment"
 _AGAIN = "_dist_ckpt_runs_again"
+"""Threads in which a block's forward runs for its segment's recompute."""
 _COMPILED = "_dist_ckpt_compiled_contexts"
 _COMPILED_FORWARD = "_dist_ckpt_compiled_forward"
 _UNCOMPILED = "_dist_ckpt_why_uncompiled"
 _OFFLOADER = "_dist_ckpt_offloader"
 _COPIED = frozenset({_SEGMENT, _OFFLOADER})
-_ADDED = _COPIED | {_REGION, _AGAIN, _COMPILED, _COMPILED_FORWARD, _UNCOMPILED, DRAWS_CHECKED, RULES}
+_ADDED = _COPIED | {_REGION, _AGAIN, _COMPILED, _COMPILED_FORWARD, _UNCOMPILED, CHECKED, RULES}
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 """Keyword arguments that torch's checkpoint takes for itself, so that a block's own of that name must go around it."""
 
@@ -74,7 +76,7 @@ class SegmentBlock(Recomputed):
     """A block of a segment of several."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _AGAIN in self.__dict__:  # through FSDP1's wrapper: hooks fire once, in the forward
+        if _runs_again(self):  # through FSDP1's wrapper: hooks fire once, in the forward
             return self.forward(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
@@ -121,7 +123,7 @@ def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self.__dict__.get(_COMPILED_FORWARD) or functools.partial(cls.forward, self)
-        if _AGAIN in self.__dict__ or not _must_recompute(self):
+        if _runs_again(self) or not _must_recompute(self):
             return run(*args, **kwargs)
         if torch.compiler.is_compiling():
             _refuse(
@@ -134,7 +136,7 @@ def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
         state = ForwardState(self, region.modules[position])
         again = functools.partial(_run_again, self, segment.places[position], run)
         forward = Forward(run, again, contexts=(lambda: state,))
-        with draws_checked(self, region.modules[position]):
+        with first_forward_checked(region, self, region.modules[position]):
             out = segment.run(position, forward, inputs_kept_under(region, self, offloader), args, kwargs)
         state.forward_ends()
         return out
@@ -146,12 +148,17 @@ def _segment_class(cls: type[nn.Module]) -> type[nn.Module]:
     return _stand_in(SegmentBlock, cls, forward, compile=compile)
 
 
+def _runs_again(module: Any) -> bool:
+    return get_ident() in module.__dict__.get(_AGAIN, ())
+
+
 def _run_again(module: nn.Module, place: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    module.__dict__[_AGAIN] = True
+    threads: set[int] = module.__dict__.setdefault(_AGAIN, set())
+    threads.add(get_ident())
     try:
         return run_again(place, module, run, args, kwargs)
     finally:
-        del module.__dict__[_AGAIN]
+        threads.discard(get_ident())
 
 
 def _stand_in(kind: type, cls: type[nn.Module], forward: Callable[..., Any], **others: Any) -> type[nn.Module]:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dist_ckpt.compat import dispatch as torch_private
 from dist_ckpt.compat.torch import current_frame, frame_packed_count, frame_stops_early, sequence_number
 from dist_ckpt.errors import PlanError
-from dist_ckpt.plan import Region
+from dist_ckpt.plan import Region, SaveRule
 from dist_ckpt.wrap.kept import GeneratorState, Kept, Results, given
 from dist_ckpt.wrap.offload import Offloader
 from dist_ckpt.wrap.rules import Matches, Rules
@@ -58,7 +58,16 @@ def _rules_of(module: nn.Module, region: Region) -> Rules:
 
 def compiled_contexts(region: Region, module: nn.Module | None = None) -> Callable[[], Any]:
     """The region's ``context_fn`` under ``torch.compile``, where the compiler drops what backward does not need."""
-    return functools.partial(_compiled_contexts, _Traced(region, module))
+    if any(rule.within != "*" for rule in region.save.ops):
+        return functools.partial(_compiled_contexts, _Traced(region, module))
+    return _shared_contexts(region.save, region.preserve_rng_state)
+
+
+@functools.cache
+def _shared_contexts(save: SaveRule, preserve_rng_state: bool) -> Callable[[], Any]:
+    """One for all blocks with equal rules: dynamo compiles anew for each object, and gives up after eight."""
+    region = Region(("a compiled block",), save, preserve_rng_state=preserve_rng_state)
+    return functools.partial(_compiled_contexts, _Traced(region, nn.Module()))
 
 
 class _Traced:
@@ -129,6 +138,8 @@ class Keeping(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.storage.recomputes:
+            return func(*args, **kwargs)
         named = self._rules.table.get(func)
         if named is None or not named.means(func, args, kwargs):
             written = self._rules.arguments_written(func)
@@ -161,10 +172,12 @@ class Replaying(_Mode):
     def __enter__(self) -> Replaying:
         # Before the mode is active: to bring a result back may run operations, or an outer region's recompute.
         self._left = self.storage.take()
+        self.storage.recomputes += 1
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._left = {}
+        self.storage.recomputes -= 1
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from dist_ckpt.errors import PlanError
 from dist_ckpt.guards.forward_state import ForwardState
 from dist_ckpt.guards.randomness import Unreplayed
 from dist_ckpt.plan import Region
@@ -15,8 +16,8 @@ from dist_ckpt.wrap.offload import Offloader
 from dist_ckpt.wrap.oplevel import eager_contexts
 from dist_ckpt.wrap.span import Forward, new_frame, run_part
 
-DRAWS_CHECKED = "_dist_ckpt_draws_checked"
-"""Attribute of modules whose first forward has shown that it draws nothing that is not replayed."""
+CHECKED = "_dist_ckpt_checked"
+"""Attribute of modules whose first forward has shown that it can be repeated."""
 
 
 def run_region(
@@ -49,7 +50,7 @@ def run_region(
     frame = new_frame(region)
     frame.caches.append(state.storage)
     forward = Forward(run, run, contexts[0], (lambda: state,))
-    with draws_checked(module, name, functions):
+    with first_forward_checked(region, module, name, functions):
         out = run_part(frame, region, forward, inputs_kept_under(region, module, offloader), args, kwargs)
     state.forward_ends()
     return out
@@ -64,12 +65,24 @@ def inputs_kept_under(region: Region, module: nn.Module, offloader: Offloader | 
 
 
 @contextmanager
-def draws_checked(module: nn.Module, name: str, functions: tuple[Callable[..., Any], ...] = ()) -> Iterator[None]:
-    """Around a region's forward; the first one must not draw random numbers that no recompute replays."""
-    if DRAWS_CHECKED in module.__dict__:
+def first_forward_checked(
+    region: Region, module: nn.Module, name: str, functions: tuple[Callable[..., Any], ...] = ()
+) -> Iterator[None]:
+    """Around a region's forward; the first one shows whether a recompute can repeat it.
+
+    Raises:
+        PlanError: it drew random numbers that no recompute replays, or holds what an early stop breaks.
+    """
+    if CHECKED in module.__dict__:
         yield
         return
+    if region.early_stop and any(isinstance(inside, nn.RReLU) and not inside.inplace for inside in module.modules()):
+        # It saves its noise before it draws it (aten/src/ATen/native/Activation.cpp), and an early stop comes between.
+        raise PlanError(
+            f"{name} has an RReLU, whose recompute must not stop at the last tensor that it saves: set "
+            "ckpt.early_stop=false"
+        )
     streams = Unreplayed(module.modules(), functions)
     yield
     streams.refuse_draws(name)
-    module.__dict__[DRAWS_CHECKED] = True
+    module.__dict__[CHECKED] = True

@@ -75,6 +75,8 @@ class Handle:
 def _is_alias(one: Tensor, other: Tensor) -> bool:
     if type(one) is not type(other) or type(one) not in (Tensor, torch.nn.Parameter):
         return False  # what a subclass does with its storage is its own affair
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
     return (
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset()
@@ -127,7 +129,7 @@ def _under(
 
 def new_frame(region: Region) -> Frame:
     """A frame without parts."""
-    return Frame(Replay(), region.early_stop, region.determinism_check == "default")
+    return Frame(" + ".join(region.modules), Replay(), region.early_stop, region.determinism_check == "default")
 
 
 @dataclass(frozen=True)

@@ -227,3 +227,44 @@ def test_a_parameter_that_its_forward_edits_is_an_error() -> None:
     apply(model, {"mode": "full", "blocks": "Codebook"})
     with pytest.raises(RuntimeError, match="its parameter 'codes' was edited in place"):
         model(torch.randn(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", {"mode": "segments", "k": 2}], ids=str)
+def test_parameters_of_one_call_are_those_of_its_recompute(policy: Any) -> None:
+    torch.manual_seed(0)
+    plain, x = Stack(2), torch.randn(2, 5, 4)
+    model = copy.deepcopy(plain)
+    apply(model, policy)
+    found = []
+    for one in (plain, model):
+        weights = {name: (2 * p.detach()).requires_grad_() for name, p in one.named_parameters()}
+        loss = torch.func.functional_call(one, weights, (x,)).square().sum()
+        found.append(torch.autograd.grad(loss, list(weights.values())))
+        assert all(isinstance(p, nn.Parameter) for m in one.modules() for p in m._parameters.values() if p is not None)
+    assert same(*map(list, found))
+
+
+def test_a_parameter_that_is_replaced_before_backward_is_an_error() -> None:
+    model = Stack(2)
+    apply(model, "full")
+    loss = model(torch.randn(2, 5, 4)).sum()
+    model.blocks[1].norm.weight = nn.Parameter(torch.ones(8))
+    with pytest.raises(RuntimeError, match=r"blocks\.1 is recomputed.* its parameter 'norm\.weight' was replaced"):
+        loss.backward()
+
+
+def test_an_rrelu_must_not_stop_early() -> None:
+    """It saves its noise before it draws it: a recompute that stops at the last saved tensor leaves it unfilled."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.RReLU()) for _ in range(2)))
+    early = copy.deepcopy(plain)
+    apply(early, "full")
+    with pytest.raises(PlanError, match=r"0 has an RReLU.*ckpt\.early_stop=false"):
+        early(torch.randn(4, 6))
+    model = copy.deepcopy(plain)
+    apply(model, {"mode": "full", "early_stop": False})
+    x = torch.randn(4, 6)
+    for one in (plain, model):
+        torch.manual_seed(1)
+        one(x).square().sum().backward()
+    assert same(grads(model), grads(plain))

@@ -111,10 +111,16 @@ def _call(model: nn.Module, x: Tensor) -> Tensor:
     return model(x)
 
 
+def _later(x: Tensor) -> Any:
+    yield x
+
+
 @pytest.mark.parametrize(
     ("function", "policy", "message"),
     [
         (3, "full", "a int cannot be called"),
+        (nn.Linear, "full", "Linear is a class: an instance of it is needed"),
+        (_later, "full", "_later runs after it has returned"),
         (mlp, "segments", r"mode=segments: a function has no blocks\. Valid: full, offload, selective"),
         (mlp, {"mode": "full", "blocks": "Block"}, r"ckpt\.blocks: a function has no modules"),
         (mlp, {"mode": "selective", "recompute_matmuls_of": ["x"]}, r"ckpt\.recompute_matmuls_of: a function has no"),

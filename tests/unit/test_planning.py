@@ -185,6 +185,8 @@ def test_blocks_are_found_in_a_model_that_has_a_plan() -> None:
         (lambda d: d["regions"][0].update(determinism_check="all"), "no determinism_check 'all'"),
         (lambda d: d["regions"][0].update(modules=["blocks.0", "blocks.1"]), "belong to regions of one module"),
         (lambda d: d["regions"][0].update(modules=[]), "without modules"),
+        (lambda d: d["regions"][0].update(early_stop="no"), "early_stop='no' must be true or false"),
+        (lambda d: d.update(region=[]), "it has a field 'region'; did you mean 'regions'"),
         (lambda d: d["regions"][0].update(inner=[d["regions"][1]]), "does not lie inside"),
         (lambda d: d["regions"][0].update(inner=[dict(d["regions"][0])]), "does not lie inside"),
     ],

@@ -49,6 +49,8 @@ def test_excluded_blocks_are_left_alone_under_every_mode() -> None:
         assert ("exclude=layers.0", 1) in plan.matched
     with pytest.raises(PlanError, match=r"ckpt\.exclude='layer\.0' matches no module"):
         make_plan(model, {"mode": "full", "exclude": "layer.0"})
+    with pytest.raises(PlanError, match=r"ckpt\.exclude='layers\.0\.attention' matches no block; the blocks are"):
+        make_plan(model, {"mode": "full", "exclude": ["layers.1", "layers.0.attention"]})
     with pytest.raises(PlanError, match="leaves no block"):
         make_plan(model, {"mode": "full", "exclude": "TransformerBlock"})
 
@@ -81,9 +83,11 @@ def test_the_best_length_follows_the_measured_bytes() -> None:
     narrow = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(16)))
     plan = make_plan(narrow, {"mode": "segments"}, torch.randn(4, 8))
     assert len(plan.regions) == 4, plan.notes
+    nested = make_plan(narrow, "nested", torch.randn(4, 8))
+    assert len(nested.regions) == 4 and "with regions inside" in nested.notes[0]
     deep = transformer(n_layers=9)
     assert len(make_plan(deep, "segments", BATCH).regions) == 9
-    assert len(make_plan(deep, "segments").regions) == 3
+    assert len(make_plan(deep, "segments").regions) == len(make_plan(deep, "nested", BATCH).regions) == 3
 
 
 def test_query_chunks_are_the_innermost_level() -> None:

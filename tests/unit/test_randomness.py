@@ -41,6 +41,15 @@ class DrawingFromAGlobal(Drawing):
         return torch.sigmoid(self.fc(x) * (torch.rand(8, generator=GENERATOR) > 0.5)).square()
 
 
+class DrawingFromItsClass(Drawing):
+    """Has a generator that all of its kind share."""
+
+    shared = torch.Generator().manual_seed(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.fc(x) * (torch.rand(8, generator=self.shared) > 0.5)).square()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random": (lambda: Drawing(lambda m: torch.full((8,), random.random())), "Python's random"),
     "numpy": (lambda: Drawing(lambda m: torch.from_numpy(numpy.random.rand(8))), r"numpy\.random"),
@@ -60,6 +69,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Drawing(lambda m: torch.full((8,), m.own.random()), own=random.Random(0)),
         r"the generator Drawing\.own",
     ),
+    "class attribute": (lambda: DrawingFromItsClass(), r"the generator DrawingFromItsClass\.shared"),
     "global": (DrawingFromAGlobal, "the generator 'GENERATOR'"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -343,6 +344,40 @@ def test_an_argument_that_is_edited_before_backward_is_an_error() -> None:
         scale.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    model = Looped(plain, p=0.0)
+    apply(model, {"mode": "nested", "k": 3})
+    alone = [torch.autograd.grad(model(x).sum(), model.parameters()) for x in (X, X + 1)]
+    found: dict[int, Any] = {}
+
+    def train(number: int) -> None:
+        for _ in range(10):
+            found[number] = torch.autograd.grad(model(X + number).sum(), model.parameters())
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for number in (0, 1) for a, b in zip(found[number], alone[number], strict=True))
+
+
+def test_sparse_arguments_pass() -> None:
+    class Weighted(Block):
+        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(torch.stack([torch.sparse.mm(adjacency, row) for row in x]))
+
+    def loop(model: nn.Module, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = block(x, torch.eye(5).to_sparse())
+        return x
+
+    model = Looped(loop)
+    model.blocks = nn.ModuleList(Weighted(WIDTH) for _ in range(4))
+    for policy in ("full", {"mode": "segments", "k": 2}):
+        assert_same(model, policy)
 
 
 def test_nothing_is_paid_in_eval_and_without_gradients() -> None:
