@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 class LostGradients:
     """Finds parameters without a gradient that would have one without the plan.
 
+    FSDP1 gives a parameter that no backward reaches a gradient of zeros as long as another one of its unit has one, so
+    there it finds whole units only.
+
     Args:
         model: before the plan and before sharding; what is kept of it needs no memory.
         loss_sum: (model, batch) → loss.
