@@ -119,6 +119,9 @@ forward and backward, peak bytes the most that is alive during the step, without
 is ⌈n/k⌉·input + k·block (arXiv:1604.06174); its least is at k = √(n·input/block), which is √n only where a block keeps
 about as much as its input.
 
+Transformer blocks keep some twenty times their input, so `full` (k = 1) or `nested` is for them; longer segments pay for
+blocks as small as linear + ReLU.
+
 ![saved and peak bytes over k](segments.svg)"""
     lines = top.splitlines()
     for axis, (name, (build, shape)) in zip(axes, MODELS.items(), strict=True):

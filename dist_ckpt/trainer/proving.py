@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import pickle
 import time
@@ -120,6 +121,7 @@ def _leave_with_report(job: Job) -> NoReturn:
     from dist_ckpt.trainer.job import end_process_group
 
     place = job.place
+    logging.captureWarnings(True)  # torch's own go to no console, as in training
     try:
         store = start_process_group(place, job.device.type)
         outcome = _Outcome.of(prove(job), store, place)
