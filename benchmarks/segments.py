@@ -111,6 +111,7 @@ def sweep(build: Any, shape: tuple[int, ...]) -> tuple[list[Measured], str]:
 def main() -> None:
     """Measures, and writes the page and the plot."""
     torch.set_num_threads(1)
+    pyplot.rcParams["svg.hashsalt"] = "segments"  # the same file for the same figures
     figure, axes = pyplot.subplots(1, len(MODELS), figsize=(10, 4), layout="constrained")
     top = f"""# Segments of every length
 
@@ -119,8 +120,8 @@ forward and backward, peak bytes the most that is alive during the step, without
 is ⌈n/k⌉·input + k·block (arXiv:1604.06174); its least is at k = √(n·input/block), which is √n only where a block keeps
 about as much as its input.
 
-Transformer blocks keep some twenty times their input, so `full` (k = 1) or `nested` is for them; longer segments pay for
-blocks as small as linear + ReLU.
+Transformer blocks keep some twenty times their input, so `full` (k = 1) or `nested` is for them; longer segments pay
+for blocks as small as linear + ReLU.
 
 ![saved and peak bytes over k](segments.svg)"""
     lines = top.splitlines()
