@@ -43,7 +43,12 @@ def eager_contexts(region: Region, module: nn.Module | None = None, offloader: O
     Args:
         module: the region's, which also remembers what need not be done in each forward.
         offloader: where results go that a rule offloads; without one, an offloader of this forward's own.
+
+    Raises:
+        PlanError: a rule names modules of a region that has none.
     """
+    if module is None and any(rule.within != "*" for rule in region.save.ops):
+        raise PlanError(f"op rules of {' + '.join(region.modules)}: a function has no modules for `within` to name")
     rules = Rules(region) if module is None else _rules_of(module, region)
     keeping = Keeping(rules, offloader)
     return Contexts(keeping, Replaying(rules, keeping.storage))
@@ -58,23 +63,26 @@ def _rules_of(module: nn.Module, region: Region) -> Rules:
 
 def compiled_contexts(region: Region, module: nn.Module | None = None) -> Callable[[], Any]:
     """The region's ``context_fn`` under ``torch.compile``, where the compiler drops what backward does not need."""
-    if any(rule.within != "*" for rule in region.save.ops):
-        return functools.partial(_compiled_contexts, _Traced(region, module))
-    return _shared_contexts(region.save, region.preserve_rng_state)
+    contexts = _shared_contexts(region.save)
+    if module is not None:
+        contexts.args[0].rules.modules.add(module)
+    return contexts
 
 
 @functools.cache
-def _shared_contexts(save: SaveRule, preserve_rng_state: bool) -> Callable[[], Any]:
-    """One for all blocks with equal rules: dynamo compiles anew for each object, and gives up after eight."""
-    region = Region(("a compiled block",), save, preserve_rng_state=preserve_rng_state)
-    return functools.partial(_compiled_contexts, _Traced(region, nn.Module()))
+def _shared_contexts(save: SaveRule) -> functools.partial[Any]:
+    """One for all blocks with equal rules: dynamo compiles anew for each object, and gives up after eight.
+
+    It traces one block and takes the code for others that it finds to be alike, so the modules of all are known here.
+    """
+    return functools.partial(_compiled_contexts, _Traced(Rules(Region(("a compiled block",), save))))
 
 
 class _Traced:
     """Carries rules into code that is being compiled: dynamo takes apart what a partial holds, but not this."""
 
-    def __init__(self, region: Region, module: nn.Module | None) -> None:
-        self.rules = Rules(region, module)
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
 
 
 def _compiled_contexts(traced: _Traced) -> Any:

@@ -40,11 +40,12 @@ class Rules:
     """A region's rules by operator, made once for each module that recomputes.
 
     Args:
-        module: the region's, needed where a rule has ``within``.
+        modules: the region's, needed where a rule has ``within``; several if regions share these rules.
     """
 
-    def __init__(self, region: Region, module: nn.Module | None = None) -> None:
+    def __init__(self, region: Region, *modules: nn.Module) -> None:
         self.region = region
+        self.modules = weakref.WeakSet(modules)
         self.table: dict[Operator, Named] = {}
         named: dict[Operator, list[int]] = {}
         for number, rule in enumerate(region.save.ops):
@@ -57,14 +58,10 @@ class Rules:
         """The operators that ran without being named, and the arguments they write into."""
         self.were_met = False
         """Whether a forward has shown that each required rule matches."""
-        self._module = None if module is None else weakref.ref(module)
-        if module is None and any(rule.within != "*" for rule in region.save.ops):
-            raise PlanError(f"op rules of {' + '.join(region.modules)}: a function has no modules for `within` to name")
 
     def names(self) -> dict[int, Names]:
         """The modules in the region's, which are looked up anew in each forward: adapters may have been put in."""
-        module = None if self._module is None else self._module()
-        return {} if module is None else modules_inside(module)
+        return {number: names for module in self.modules for number, names in modules_inside(module).items()}
 
     def arguments_written(self, op: Operator) -> tuple[tuple[int, str], ...]:
         """As :func:`~dist_ckpt.ops.written_arguments`, noting that the operator ran."""

@@ -25,7 +25,7 @@ from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
 from dist_ckpt.planning import apply
 from dist_ckpt.wrap.apply import apply_plan
-from dist_ckpt.wrap.rules import Rules
+from dist_ckpt.wrap.oplevel import eager_contexts
 from tests.unit.toys import Residual, Stack
 
 X = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
@@ -106,6 +106,23 @@ def test_rules_mean_the_same_in_compiled_blocks(rules: tuple[OpRule, ...], kept:
     model.blocks[0].compile(backend=_noting(kept_bytes), fullgraph=True)
     assert_equal(gradients(model), gradients(plain))
     assert sum(kept_bytes) == kept
+
+
+def test_blocks_with_equal_rules_share_compiled_code() -> None:
+    """The compiler goes on uncompiled after eight variants of one function."""
+    torch._dynamo.reset()
+    blocks, kept_bytes = 10, list[int]()
+    model = with_rules(
+        OpRule("recompute", "matmul", within="mlp"),
+        OpRule("save", "matmul"),
+        model=Stack(blocks),
+        names=tuple(f"blocks.{i}" for i in range(blocks)),
+    )
+    backend = _noting(kept_bytes)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    gradients(model)
+    assert kept_bytes == [QKV, SCORES, MIXED, OUT]
 
 
 def _noting(kept_bytes: list[int]) -> Callable[..., Any]:
@@ -406,4 +423,4 @@ def test_mistakes_in_a_rule_say_which(mistake: dict[str, Any], message: str) -> 
 
 def test_a_function_has_no_modules_for_a_rule_to_name() -> None:
     with pytest.raises(PlanError, match="a function has no modules for `within`"):
-        Rules(Region(("f",), SaveRule(ops=(OpRule("save", "mm", within="x"),))))
+        eager_contexts(Region(("f",), SaveRule(ops=(OpRule("save", "mm", within="x"),))))
