@@ -8,6 +8,7 @@ frame of a non-reentrant checkpoint with its op-level cache. Both are reached th
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -158,6 +159,21 @@ def running_frame() -> tuple[Any, Any] | None:
         return None
     frame = _captured(pack, "target_frame_ref")()
     return None if frame is None else (frame, _captured(pack, "gid"))
+
+
+def recomputing_frame() -> tuple[Any, Any] | None:
+    """The frame whose recompute is running, and its backward; also below the forward of a frame inside of it.
+
+    The hooks of that inner frame hide those of the outer one, which is found on Python's stack instead: torch starts a
+    recompute in a hook that knows both.
+    """
+    caller = sys._getframe(1)
+    while caller is not None:
+        code = caller.f_code
+        if code.co_name == "unpack_hook" and code.co_filename == _checkpoint.__file__ and "gid" in caller.f_locals:
+            return caller.f_locals["frame"], caller.f_locals["gid"]
+        caller = caller.f_back  # type: ignore[assignment]
+    return None
 
 
 def runs_forward(frame: Any) -> bool:

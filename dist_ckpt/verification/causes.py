@@ -11,7 +11,7 @@ from dist_ckpt.verification.differences import Difference, first_difference, oth
 from dist_ckpt.verification.effects import Noise
 from dist_ckpt.verification.findings import Finding
 from dist_ckpt.verification.observe import Change, Observation, shown
-from dist_ckpt.verification.record import Run
+from dist_ckpt.verification.record import Checkpoint, Run
 from dist_ckpt.verification.state import Key
 
 LEAVE_OUT = "leave the module out of the plan (ckpt.exclude)"
@@ -69,13 +69,16 @@ def causes(base: Observation, planned: Observation, noise: Noise) -> list[Findin
 
 def _differences(planned: Observation) -> Iterator[Difference]:
     failed = planned.checkpoint_of(failed_frame(planned.error)) if planned.error is not None else None
+    found: dict[Checkpoint, Difference] = {}
     for checkpoint in planned.checkpoints:
         runs = checkpoint.recomputes or ([Run(checkpoint)] if checkpoint.was_compared else [])
-        found = next((difference for run in runs if (difference := first_difference(checkpoint, run))), None)
-        if found is None and checkpoint is failed:
-            found = other_count(checkpoint)
-        if found is not None:
-            yield found
+        difference = next((d for run in runs if (d := first_difference(checkpoint, run))), None)
+        if difference is None and checkpoint is failed:
+            difference = other_count(checkpoint)
+        if difference is not None:
+            found[checkpoint] = difference
+    # Where what a nested region was given is recomputed wrongly, that is the finding, and not what follows.
+    yield from (difference for checkpoint, difference in found.items() if checkpoint.outer not in found)
 
 
 def _explained(difference: Difference, planned: Observation, state: dict[Key, Change]) -> tuple[Finding, set[Any]]:

@@ -66,6 +66,8 @@ class Checkpoint:
 
     region: str
     """The module whose code has made the checkpoint."""
+    outer: Checkpoint | None = None
+    """The one inside of whose forward, or recompute, it was made."""
     forward: Run = field(init=False)
     recomputes: list[Run] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)

@@ -143,9 +143,10 @@ class Watch:
         self._unsettled = [checkpoint for checkpoint in self._unsettled if checkpoint in still]
 
     def _compared(self, usual: Callable[[Tensor], Any], tensor: Tensor) -> Compared:
-        runs = self._runs()
-        if not runs or runs[-1].backward is not None:  # torch compares: what was recomputed
+        running = torch_private.running_frame()
+        if running is None or running[1] is not None:  # torch compares: what was recomputed
             return Compared(usual(tensor), tensor, None)
+        runs = self._runs()
         checkpoint = runs[-1].of
         saved = Saved(checkpoint, self._running(), len(runs[-1].events), tensor.detach())
         checkpoint.saved.append(saved)
@@ -156,27 +157,39 @@ class Watch:
     def _runs(self) -> list[Run]:
         """The forwards and recomputes of checkpoints that are running, outermost first."""
         running = torch_private.running_frame()
-        if running is None:
+        recomputing = torch_private.recomputing_frame() if _in_backward() else None
+        if recomputing is not None:  # which may be out of sight of the former: forwards of nested regions run inside
+            run = self._recompute_of(*recomputing)
+            if not self._active or self._active[0] is not run:
+                self._active = [run]
+        elif running is None:
             self._active.clear()
-            return []
-        frame, backward = running
+        self._active = [run for run in self._active if run.backward is not None or self._goes_on(run)]
+        if running is not None and running[1] is None:
+            run = self._checkpoint_of(running[0]).forward
+            if run in self._active:
+                del self._active[self._active.index(run) + 1 :]
+            else:
+                self._active.append(run)
+        return list(self._active)
+
+    def _recompute_of(self, frame: Any, backward: Any) -> Run:
+        recomputes = self._checkpoint_of(frame).recomputes
+        if not recomputes or recomputes[-1].backward != backward:
+            recomputes.append(Run(self._checkpoint_of(frame), backward))
+        return recomputes[-1]
+
+    def _checkpoint_of(self, frame: Any) -> Checkpoint:
         checkpoint = self._by_frame.get(frame)
         if checkpoint is None:
-            checkpoint = self._by_frame[frame] = Checkpoint(self._running())
+            outer = self._active[-1].of if self._active else None
+            checkpoint = self._by_frame[frame] = Checkpoint(self._running(), outer)
             self.checkpoints.append(checkpoint)
-        for position, run in enumerate(self._active):
-            if run.of is checkpoint and run.backward == backward:
-                del self._active[position + 1 :]
-                return list(self._active)
-        if backward is not None:  # a recompute starts from backward, inside of nothing
-            if not checkpoint.recomputes or checkpoint.recomputes[-1].backward != backward:
-                checkpoint.recomputes.append(Run(checkpoint, backward))
-            self._active = [checkpoint.recomputes[-1]]
-        else:
-            frames = {of: frame for frame, of in self._by_frame.items()}
-            self._active = [run for run in self._active if run.backward is not None or _runs(frames.get(run.of))]
-            self._active.append(checkpoint.forward)
-        return list(self._active)
+        return checkpoint
+
+    def _goes_on(self, run: Run) -> bool:
+        """Whether a checkpoint's forward has not ended."""
+        return any(of is run.of and torch_private.runs_forward(frame) for frame, of in self._by_frame.items())
 
     def _names(self) -> list[str]:
         is_recompute = bool(self._active) and self._active[0].backward is not None
@@ -272,10 +285,6 @@ def _watchable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-
-
-def _runs(frame: Any) -> bool:
-    return frame is not None and torch_private.runs_forward(frame)
 
 
 def _memory(tensor: Tensor) -> int:

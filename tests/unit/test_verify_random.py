@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,6 +114,25 @@ def test_gradients_that_are_silently_wrong() -> None:
     assert not proof.is_refused
     assert "gives backward tensors of other values" in finding_at(proof, "layers.{0-2}.part").what
     assert any(check.status == "differs" and check.relative > 0.1 for check in proof.gradients)
+
+
+NESTED = {"mode": "nested", "k": 2}
+
+
+@pytest.mark.parametrize(
+    "plan", ["selective", {"mode": "segments", "k": 2}, NESTED, {"mode": "full", "inputs": "offload"}]
+)
+def test_the_module_to_blame_is_found_in_every_mode(plan: Any) -> None:
+    proof = proof_of(FromObject, plan)
+    blamed = {finding.where for finding in proof.findings if "draws from source.generator" in finding.what}
+    assert all(where.endswith(".part") for where in blamed), str(proof)
+    assert {n for where in blamed for n in "012" if n in where or "0-2" in where} == set("012"), str(proof)
+    others = [finding.what for finding in proof.findings if finding.where not in blamed]
+    assert all(what.startswith("gradients differ") for what in others), str(proof)
+
+
+def test_offloading_alone_recomputes_nothing_and_is_fine() -> None:
+    assert proof_of(FromObject, "offload").ok
 
 
 class AddsNoise(FromObject):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dist_ckpt import verify
 from tests.unit.proofs import WIDTH, Model, finding_at, proof_of
@@ -96,6 +97,13 @@ def test_a_layer_that_only_one_of_both_calls(first: bool) -> None:
     assert "register_buffer" in found.advice
 
 
+class Leaky(nn.Module):
+    """A leaky ReLU with random slopes, which the operation writes into a tensor that autograd has saved before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rrelu(x, training=True)
+
+
 class Ending(nn.Module):
     """A block that ends with a given operation."""
 
@@ -116,15 +124,20 @@ class EndingModel(Model):
 
 def test_rrelu_as_the_last_operation() -> None:
     torch.manual_seed(0)
-    model, x = EndingModel(nn.RReLU), torch.randn(2, 5, WIDTH)
+    model, x = EndingModel(Leaky), torch.randn(2, 5, WIDTH)
     proof = verify(model, x, None, "full")
     found = finding_at(proof, "layers.{0-2}.last")
     assert "rrelu_with_noise" in found.what and "early_stop=false" in found.advice
     assert verify(model, x, None, {"mode": "full", "early_stop": False}).ok
 
 
+def test_rrelu_as_a_module_is_refused() -> None:
+    proof = proof_of(nn.RReLU)
+    assert proof.is_refused and "early_stop=false" in proof.findings[-1].what
+
+
 def test_what_fills_its_arguments_earlier_is_fine() -> None:
-    assert proof_of(nn.RReLU).ok
+    assert proof_of(Leaky).ok
 
 
 def test_a_norm_as_the_last_operation_is_fine() -> None:
