@@ -79,8 +79,8 @@ class ForwardState(AbstractContextManager["ForwardState"]):
         if any(owner.training != training for owner, training in self._training):
             self._differs("train() or eval() was called on it")
         for prefix, owner, own, parameter, version in self._parameters:
-            current = owner._parameters.get(own)
-            if current is not parameter and not isinstance(current, DTensor):  # FSDP2 may not have gathered it yet
+            current = owner._parameters.get(own, owner.__dict__.get(own))  # where FSDP1 may have put its view
+            if current is not parameter and not _is_sharding(parameter) and not _is_sharding(current):
                 self._differs(f"its parameter {_full(prefix, own)!r} was replaced")
             if parameter._version != version:
                 self._differs(f"its parameter {_full(prefix, own)!r} was edited in place (an optimizer step?)")
@@ -115,6 +115,12 @@ class ForwardState(AbstractContextManager["ForwardState"]):
             for owner, own, current in self._replaced:
                 owner._parameters[own] = current
             del self._current, self._replaced
+
+
+def _is_sharding(parameter: Tensor | None) -> bool:
+    """Whether it is FSDP that exchanges a parameter: it gathers those of modules inside a region when they are called,
+    and in backward ahead of that."""
+    return isinstance(parameter, DTensor) or (parameter is not None and is_flat_view(parameter))
 
 
 def _full(prefix: str, own: str) -> str:
