@@ -39,7 +39,7 @@ def assert_same(with_policy: Outcome, without: Outcome) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_policies_change_no_bit(ranks: RankGroups, engine: str, world: int) -> None:
     base = Job(engine, model={"dropout": 0.1}, accumulation=3)
     jobs = [base, *(dataclasses.replace(base, policy=policy) for policy in POLICIES)]
