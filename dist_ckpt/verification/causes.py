@@ -63,7 +63,7 @@ def causes(base: Observation, planned: Observation, noise: Noise) -> list[Findin
         if keys:
             what = f"its recompute changes what its forward has changed: {_told(keys, state)}"
             advice = _state_advice([state[key] for key in keys])
-            findings += [Finding(module, what, advice) for module in planned.users.get(owner, (owner,))]
+            findings += [Finding(module, what, advice) for module in planned.users.get(owner) or (owner,)]
     return findings
 
 

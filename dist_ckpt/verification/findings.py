@@ -129,8 +129,9 @@ def fold(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     places: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
         known = places.setdefault((finding.what, finding.advice), [])
-        if finding.where not in known:
-            known.append(finding.where)
+        where = finding.where or "the model"  # the root has no name
+        if where not in known:
+            known.append(where)
     return tuple(Finding(_folded(where), what, advice) for (what, advice), where in places.items())
 
 

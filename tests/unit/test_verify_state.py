@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_ckpt import verify
+from dist_ckpt import Plan, Region, verify
 from tests.unit.proofs import WIDTH, Model, finding_at, proof_of
 
 
@@ -260,6 +260,23 @@ def test_an_object_that_is_an_argument_and_changes_after_the_forward() -> None:
     torch.manual_seed(0)
     found = finding_at(verify(InContext(), torch.randn(2, 5, WIDTH), None, "full"), "layers.{0-1}")
     assert "argument 'context' of layers.0.step was nothing for its forward and 3.0" in found.what
+
+
+class OneLayer(nn.Module):
+    """A model that is one region, its root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.sigmoid(self.into(x) / self.calls)
+
+
+def test_a_fault_in_the_models_own_forward() -> None:
+    proof = verify(OneLayer(), torch.randn(2, 5, WIDTH), None, Plan(regions=(Region(("",)),)))
+    assert "calls was 0 for its forward" in finding_at(proof, "the model").what
 
 
 class CountingInItsClass(nn.Module):
