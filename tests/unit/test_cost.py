@@ -138,7 +138,11 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=["plain", "dropout", "eager-chunked_loss", "chunked-tied"])
+@pytest.mark.parametrize(
+    "variant",
+    [VARIANTS[0], VARIANTS[1], *(pytest.param(variant, marks=pytest.mark.full) for variant in VARIANTS[2:])],
+    ids=["plain", "dropout", "eager-chunked_loss", "chunked-tied"],
+)
 def test_cost_on_fake_tensors_is_what_real_ones_do(variant: dict[str, Any]) -> None:
     config = ModelConfig(n_layers=3, **variant)
     for policy in POLICIES:
@@ -211,6 +215,7 @@ def test_outputs_with_a_loss_and_positional_batches_are_understood() -> None:
     assert by_tensor.saved_bytes == 2 * 3 * 4 * 4
 
 
+@pytest.mark.full
 def test_the_default_of_selective_is_not_dominated() -> None:
     """No other policy keeps no more and computes no more; what it recomputes costs no FLOPs at all."""
     config = ModelConfig()
