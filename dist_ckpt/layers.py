@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,14 +145,9 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return (0, 0) if is_lazy(parameter) else tuple(parameter.shape)
 
 
-def _outermost(root: _Part, chosen: Iterable[str]) -> Iterator[str]:
-    names = set(chosen)
-
-    def visit(part: _Part) -> Iterator[str]:
-        if part.name in names:
-            yield part.name
-        else:
-            for child in part.children:
-                yield from visit(child)
-
-    return visit(root)
+def _outermost(part: _Part, chosen: set[str]) -> Iterator[str]:
+    if part.name in chosen:
+        yield part.name
+    else:
+        for child in part.children:
+            yield from _outermost(child, chosen)

@@ -50,17 +50,16 @@ def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """``model.named_modules()`` as the plain model has it: no wrappers, neither as levels of a name nor as modules."""
-    seen: set[nn.Module] = set()
+    return _visit("", unwrap(model), set())
 
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module not in seen:
-            seen.add(module)
-            yield name, module
-            for child, inside in module._modules.items():
-                if inside is not None:
-                    yield from visit(_join(name, child), unwrap(inside))
 
-    return visit("", unwrap(model))
+def _visit(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module not in seen:
+        seen.add(module)
+        yield name, module
+        for child, inside in module._modules.items():
+            if inside is not None:
+                yield from _visit(_join(name, child), unwrap(inside), seen)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

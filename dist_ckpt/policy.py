@@ -128,11 +128,11 @@ class SelectivePolicy(RecomputePolicy):
 
     mode: ClassVar[str] = "selective"
 
-    save: tuple[str, ...] | None = None
+    save: str | tuple[str, ...] | None = None
     """Operations whose results are kept: logical names (``matmul``, ``convolution``, ``attention``, ``collective``,
     ``topk``, ``d2h``, ``amax``) or operators (``mm``, ``aten.mm``, ``torch.ops.aten.mm.default``). Each must occur in
     the blocks. null: all of the logical names, of which at least one must occur."""
-    offload: tuple[str, ...] = ()
+    offload: str | tuple[str, ...] = ()
     """Operations whose results wait in host memory instead; they take precedence over ``save``, and each must occur."""
     every_nth_matmul: Size = 1
     """Keep every n-th matrix product only, the first one of each region first, and recompute the others. Those of
@@ -204,7 +204,7 @@ class NestedPolicy(ConsecutivePolicy):
     """What is recomputed by itself inside a segment: ``block`` (each block), ``attention``, ``mlp``, ``chunk`` (the
     query chunks of attention), or globs over module names relative to the block. They nest by where they lie:
     ``[block, attention]`` is three levels with the segment, the most that are allowed; ``[attention, mlp]`` is two."""
-    save: tuple[str, ...] | None = None
+    save: str | tuple[str, ...] | None = None
     """Operations whose results the innermost regions keep, as in ``selective``, from the recompute of the segment to
     theirs. In the first forward nothing of them is kept, so the segment's memory is that without."""
 
@@ -316,6 +316,11 @@ def telling_options(policy: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in policy.items()
         if name != "mode" and (value != defaults.get(name) or not (name in common or value in silent))
     }
+
+
+def listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """An option that may be one string or several, as several."""
+    return (value,) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> Any:

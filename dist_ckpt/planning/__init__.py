@@ -42,6 +42,7 @@ from dist_ckpt.policy import (
     SegmentsPolicy,
     SelectiveAttentionPolicy,
     SelectivePolicy,
+    listed,
     policy_from,
 )
 from dist_ckpt.wrap.apply import apply_plan
@@ -137,7 +138,7 @@ def apply(model: Any, policy: PolicySpec, batch: ModelInput | None = None, loss_
 def _excluded(model: nn.Module, exclude: str | tuple[str, ...], blocks: tuple[str, ...]) -> tuple[str, ...]:
     """The blocks that are left alone; raises PlanError for a pattern that matches none."""
     found: tuple[str, ...] = ()
-    for pattern in (exclude,) if isinstance(exclude, str) else exclude:
+    for pattern in listed(exclude):
         named = find_blocks(model, pattern, key="exclude")
         here = tuple(block for block in blocks if block in named)
         if not here:
@@ -160,6 +161,6 @@ def _matches(model: nn.Module, policy: BlockPolicy) -> dict[str, int]:
     """How many modules each pattern for blocks matched."""
     found = {}
     for key, specs in (("blocks", policy.blocks), ("exclude", policy.exclude)):
-        for spec in (specs,) if isinstance(specs, str) else specs:
+        for spec in listed(specs):
             found[f"{key}={spec}"] = len(find_blocks(model, spec, key=key))
     return found

@@ -12,6 +12,7 @@ from dist_ckpt.errors import PlanError, choices
 from dist_ckpt.names import named_modules
 from dist_ckpt.plan import fold_names
 from dist_ckpt.planning.planned import Target
+from dist_ckpt.policy import listed
 
 _WORDS: Mapping[str, str] = {
     "attention": r"attn|attention",
@@ -32,7 +33,7 @@ def select_inside(target: Target, patterns: str | tuple[str, ...], key: str) -> 
     Raises:
         PlanError: a pattern that matches nothing in any block.
     """
-    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    patterns = listed(patterns)
     if not patterns:
         raise PlanError(f"ckpt.{key} is empty: name modules, or ask for mode 'none'")
     inside = {

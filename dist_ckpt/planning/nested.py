@@ -8,7 +8,7 @@ from dist_ckpt.planning.inside import select_inside
 from dist_ckpt.planning.planned import Planned, Target
 from dist_ckpt.planning.segments import cut
 from dist_ckpt.planning.selective import save_rules
-from dist_ckpt.policy import NestedPolicy
+from dist_ckpt.policy import NestedPolicy, listed
 
 MOST_LEVELS = 3
 
@@ -20,14 +20,14 @@ def plan_nested(target: Target, policy: NestedPolicy) -> Planned:
         PlanError: a pattern that matches nothing, or more than three levels.
     """
     segments, notes = cut(target, policy, has_inner=True)
-    patterns = (policy.inner,) if isinstance(policy.inner, str) else policy.inner
+    patterns = listed(policy.inner)
     matched: dict[str, int] = {}
     names: dict[str, None] = {}
     for pattern in patterns:
         found, counts = select_inside(target, pattern, key="inner")
         names |= dict.fromkeys(found)
         matched |= counts
-    save = SaveRule(ops=save_rules(policy.save or (), "save"))
+    save = SaveRule(ops=save_rules(listed(policy.save or ()), "save"))
     regions = tuple(_segment(modules, _nest(list(names), modules, save)) for modules in segments)
     deepest = max(region.depth for region in regions)
     if deepest > MOST_LEVELS:

@@ -10,7 +10,7 @@ from dist_ckpt.ops import Operator, resolve_op
 from dist_ckpt.plan import OpRule, Region, SaveRule
 from dist_ckpt.planning.inside import select_inside
 from dist_ckpt.planning.planned import Planned, Target
-from dist_ckpt.policy import SelectivePolicy
+from dist_ckpt.policy import SelectivePolicy, listed
 
 DEFAULT_SAVE = ("matmul", "convolution", "attention", "collective", "topk", "d2h", "amax")
 """What is expensive to recompute: arithmetic that grows faster than the bytes kept, and everything that communicates
@@ -28,7 +28,7 @@ def plan_selective(target: Target, policy: SelectivePolicy) -> Planned:
     recomputed: dict[str, list[OpRule]] = {}
     matched: dict[str, int] = {}
     patterns = policy.recompute_matmuls_of
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+    for pattern in listed(patterns):
         if not any(_matmul() & resolve_op(rule.op) for rule in kept):
             raise PlanError(f"ckpt.recompute_matmuls_of={pattern!r}: ckpt.save keeps no matrix product anyway")
         if pattern in ("*", "**", "block"):
@@ -59,11 +59,11 @@ def save_rules(names: Iterable[str], key: str) -> tuple[OpRule, ...]:
 
 def _kept_rules(policy: SelectivePolicy) -> tuple[OpRule, ...]:
     """What is offloaded or kept, in this order."""
-    offloaded = tuple(OpRule("offload", name) for name in policy.offload)
+    offloaded = tuple(OpRule("offload", name) for name in listed(policy.offload))
     waiting = _covered(offloaded, "offload")
     # No model has every kind of operation, so single default rules may match nothing; what a user names must occur.
     is_named = policy.save is not None
-    saved = save_rules(DEFAULT_SAVE if policy.save is None else policy.save, "save")
+    saved = save_rules(DEFAULT_SAVE if policy.save is None else listed(policy.save), "save")
     for rule in saved:
         if is_named and resolve_op(rule.op) <= waiting:
             raise PlanError(f"ckpt.save and ckpt.offload both name {rule.op!r}: its results can be in one place only")

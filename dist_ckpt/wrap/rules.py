@@ -159,12 +159,11 @@ def lies_within(names: Names, pattern: str) -> bool:
 def modules_inside(module: nn.Module) -> dict[int, Names]:
     """The names of every module in a module, relative to it, by the modules' ``id``; its own is empty."""
     found: dict[int, Names] = {}
-
-    def visit(name: str, one: nn.Module, above: tuple[nn.Module, ...]) -> None:
+    pending: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", module, ())]
+    while pending:
+        name, one, above = pending.pop()
         found[id(one)] = (*found.get(id(one), ()), name)
-        for child, inside in one._modules.items():
+        for child, inside in reversed(one._modules.items()):
             if inside is not None and (plain := unwrap(inside)) not in above:
-                visit(f"{name}.{child}" if name else child, plain, (*above, one))
-
-    visit("", module, ())
+                pending.append((f"{name}.{child}" if name else child, plain, (*above, one)))
     return found

@@ -52,7 +52,7 @@ MISTAKES: list[tuple[str | list[str], tuple[str, ...]]] = [
     ("+ckpt=every_k ckpt.kk=4", ("ckpt.kk", "every_k", "'k'")),
     ("+ckpt=every_k ckpt.k=0", ("ckpt.k", "at least 1")),
     ("+ckpt=every_k ckpt.k=two", ("ckpt.k=two", "an integer")),
-    ("+ckpt=selective ckpt.save=mm", ("ckpt.save=mm", "a list of strings or null")),
+    ("+ckpt=selective ckpt.save=3", ("ckpt.save=3", "a string or a list of strings or null")),
     ("+ckpt=selective ckpt.save=[mm", ("ckpt.save=[mm", "cannot be read")),
     (["ckpt={mode: fulll}"], ("'fulll'", "did you mean 'full'?")),
     (["ckpt={k: 3}"], ("no policy is chosen", "+ckpt=every_k")),

@@ -40,7 +40,7 @@ def test_defaults_and_types_are_those_of_the_code() -> None:
     assert (keys["train.steps"].type, keys["train.steps"].default) == ("int", "60")
     assert (keys["train.clip"].type, keys["train.clip"].default) == ("float | null", "1.0")
     assert (keys["train.precision"].type, keys["train.precision"].default) == ("fp32 | bf16", "fp32")
-    assert (keys["ckpt.save"].type, keys["ckpt.save"].default) == ("list of str | null", "null")
+    assert (keys["ckpt.save"].type, keys["ckpt.save"].default) == ("str | list of str | null", "null")
     assert keys["ckpt.k"].doc.startswith("every_k: Blocks 0, k, 2k")
     assert keys["ckpt.blocks"].doc.startswith("Which modules are the blocks")
     assert [k.doc.partition(":")[0] for s in sections() for k in s.keys if k.name == "ckpt.k"] == [

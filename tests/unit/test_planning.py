@@ -41,7 +41,7 @@ MISTAKES: list[tuple[Any, str]] = [
     ({"mode": "every_k", "k": "2"}, "ckpt.k='2': must be an integer"),
     ({"mode": "every_k", "k": True}, "ckpt.k=true: must be an integer"),
     ({"mode": "every_k", "k": 0}, "at least 1"),
-    ({"mode": "selective", "save": "mm"}, "ckpt.save=mm: must be a list of strings or null"),
+    ({"mode": "selective", "save": 3}, "ckpt.save=3: must be a string or a list of strings or null"),
     ({"mode": "selective", "save": []}, "ckpt.save is empty"),
     ({"mode": "full", "blocks": 3}, "ckpt.blocks=3: must be a string or a list of strings"),
     (3, "not int"),
@@ -56,6 +56,10 @@ def test_mistakes_in_a_policy_name_the_choices(spec: Any, message: str) -> None:
 
 def test_a_policy_made_in_python_is_checked_too() -> None:
     assert SelectivePolicy(save=["mm"]) == policy_from({"mode": "selective", "save": ("mm",)})  # type: ignore[arg-type]
+    assert (
+        make_plan(Stack(), {"mode": "selective", "save": "mm"}).regions
+        == make_plan(Stack(), SelectivePolicy(save=("mm",))).regions
+    )
     with pytest.raises(PlanError, match=r"ckpt.k=2.5: must be an integer"):
         EveryKPolicy(k=2.5)  # type: ignore[arg-type]
 
