@@ -43,7 +43,7 @@ test: $(STAMP) ## the fast tier of the tests; ARGS="-k name" for a part of it
 	$(RUN) $(BIN)/python -m pytest $(ARGS)
 
 test-full: $(STAMP) ## every matrix, resumable; outcomes go to docs/verification.json and docs/support.md
-	$(RUN) $(BIN)/python -m pytest --full --record docs/verification.json $(ARGS); passed=$$?; \
+	$(RUN) $(BIN)/python -m pytest --full --record=docs/verification.json $(ARGS); passed=$$?; \
 	  $(RUN) $(BIN)/python -m tests.support_page > docs/support.md && exit $$passed
 
 lint: $(STAMP) ## style, formatting, types and the floors of the package

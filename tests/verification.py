@@ -8,7 +8,7 @@ command line by its id.
     pytest -m full --slice 3/8    that part alone
     pytest --full             both tiers, every matrix
 
-Record: ``pytest --full --record docs/verification.json`` writes each test's outcome with the commit it was
+Record: ``pytest --full --record=docs/verification.json`` writes each test's outcome with the commit it was
 run at. Run again at the same commit, it leaves out what has passed there, so that a long run can be
 interrupted and taken up. The commit is the last one that touches anything but the record itself, so that
 committing the record changes nothing; with uncommitted changes it ends in ``-dirty``, and no such outcome
