@@ -49,7 +49,7 @@ def test_snippets_run(number: int, tmp_path: Path) -> None:
 def test_launch_commands_run(command: str, tmp_path: Path) -> None:
     program, *rest = shlex.split(command)
     module = [sys.executable, "-m", "torch.distributed.run"] if program == "torchrun" else [sys.executable]
-    run([*module, *(str(ROOT / a) if a.startswith("launch/") else a for a in rest)], tmp_path)
+    run([*module, *(str(ROOT / a) if a.startswith(("launch/", "examples/")) else a for a in rest)], tmp_path)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
