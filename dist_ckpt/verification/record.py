@@ -57,7 +57,7 @@ class Fill:
     saved: Saved
     op: str
     count: int
-    """The how manieth of this operation in the forward it was."""
+    """Its index among this operation's calls in the forward."""
 
 
 @dataclass(eq=False)
