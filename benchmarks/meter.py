@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._pairing import paired
-from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
+from dist_ckpt.engines import ENGINES, TrainingOptions
+from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.memory.ledger import owners_of
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.planning import make_plan

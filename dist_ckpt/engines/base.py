@@ -1,38 +1,31 @@
-"""What an engine is, and what the data-parallel ones share."""
+"""What an engine is, and what all of them share."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from dist_ckpt.batch import Batch, count_targets
+from dist_ckpt.batch import Batch
 from dist_ckpt.blocks import find_blocks
-from dist_ckpt.engines.gradients import LostGradients
-from dist_ckpt.engines.optim import (
-    OptimizerOptions,
-    build_optimizer,
-    learning_rate,
-)
+from dist_ckpt.engines.optim import OptimizerOptions
 from dist_ckpt.engines.support import unsupported
-from dist_ckpt.errors import DataError, EngineError, PlanError
-from dist_ckpt.memory.ledger import Owner, owners_of
+from dist_ckpt.errors import EngineError, PlanError
+from dist_ckpt.memory.ledger import Owner
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
-from dist_ckpt.states.training_state import load_training_state, save_training_state
-from dist_ckpt.wrap.apply import apply_plan
-from dist_ckpt.wrap.module import why_uncompiled
+
+if TYPE_CHECKING:
+    from dist_ckpt.deepspeed_config import DeepSpeedConfig
 
 
 class NonFiniteError(RuntimeError):
@@ -66,6 +59,8 @@ class TrainingOptions:
     """Compile each block by itself."""
     replicas: int = 1
     """Groups of ranks that each hold the whole model, sharded inside (HSDP)."""
+    deepspeed: DeepSpeedConfig | None = None
+    """What DeepSpeed is told, for its engines; nothing else says how they shard, offload and communicate."""
     allow_untested: bool = False
     """Take a plan that no test has proven right under this engine with these options."""
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
@@ -89,44 +84,8 @@ class StepObserver(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """The contract between engines and everything above."""
-
-    model: nn.Module
-    memory: RankMemory | None
-    """This rank's memory at the last boundary that was measured."""
-
-    def refuses(self, plan: Plan) -> list[str]:
-        """Why this engine cannot run the plan; pure, before any process group."""
-        ...
-
-    def prepare(self, model: nn.Module, plan: Plan) -> None:
-        """Applies the plan, then compiles, shards and builds the optimizer."""
-        ...
-
-    def train_step(self, micro_batches: Sequence[Batch], measure: bool = False) -> StepResult:
-        """One update over this rank's micro-batches; with ``measure`` also reads ``memory`` at its boundary."""
-        ...
-
-    def eval_loss(self, batches: Iterable[Batch]) -> float:
-        """Mean loss per token over every rank's batches, in nats."""
-        ...
-
-    def owners(self) -> Iterable[Owner]:
-        """(category, name, local tensor) of all lasting memory."""
-        ...
-
-    def save(self, path: str, extra: dict[str, Any]) -> None:
-        """Writes the training state; all ranks call it."""
-        ...
-
-    def load(self, path: str) -> dict[str, Any]:
-        """Reads a training state and returns its ``extra``; all ranks call it."""
-        ...
-
-
-class DataParallelEngine(ABC):
-    """Engines in which every rank runs the whole model on its own rows.
+class Engine(ABC):
+    """A way to shard a model and to perform its updates.
 
     Args:
         loss_sum: (model, batch) → summed token loss, an fp32 scalar.
@@ -134,9 +93,6 @@ class DataParallelEngine(ABC):
     """
 
     name: ClassVar[str]
-    default_accum_sync: ClassVar[Literal["every", "boundary"]]
-    accumulates_unsharded: ClassVar[bool] = False
-    """Whether gradients that wait for the boundary are whole on each rank, though parameters are sharded."""
     takes_replicas: ClassVar[bool] = False
 
     def __init__(
@@ -151,71 +107,42 @@ class DataParallelEngine(ABC):
         self._loss_sum = loss_sum
         self._initialize = initialize
         self.model: nn.Module
-        self.optimizer: Optimizer
         self.meter: MemoryMeter
         self.memory: RankMemory | None = None
+        """This rank's memory at the last boundary that was measured."""
         self.observer: StepObserver | None = None
         self.step = 0
-        self._trained_numel = 0
-        self._lost_gradients: LostGradients | None = None
+        """Updates done."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the :attr:`data_ranks` shares of each update's rows this rank works on."""
+        return dist.get_rank()
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many shares the rows of an update are divided; stages of one pipeline work on the same share."""
+        return dist.get_world_size()
 
     @abstractmethod
-    def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
-        """The sharded model on the device, its parameters initialised if it came without memory."""
-
-    @abstractmethod
-    def reduction(self, reduce: bool) -> AbstractContextManager[Any]:
-        """The context of one micro-batch whose backward does or does not reduce gradients over ranks."""
-
-    @abstractmethod
-    def clip_gradients(self, max_norm: float) -> float:
-        """Clips to a global norm and returns the norm before."""
-
-    def accumulation_cost_bytes(self) -> int:
-        """What this rank holds of unsharded fp32 gradients until the boundary, once prepared."""
-        waits = self.options.accum_sync == "boundary" and self.accumulates_unsharded
-        return 4 * self._trained_numel if waits else 0
-
     def refuses(self, plan: Plan) -> list[str]:
         """Why this engine cannot run the plan with its options; pure, before any process group."""
-        problems = [f"{self.name} has no pipeline stages"] if plan.stages else []
-        if self.options.replicas > 1 and not self.takes_replicas:
-            problems.append(f"engine.replicas={self.options.replicas} is an option of fsdp2, not of {self.name}")
         options = self.options
-        problems += unsupported(plan, self.name, options.precision, options.compile, options.allow_untested)
+        problems = list(unsupported(plan, self.name, options.precision, options.compile, options.allow_untested))
+        if options.replicas > 1 and not self.takes_replicas:
+            problems.append(f"engine.replicas={options.replicas} is an option of fsdp2, not of {self.name}")
         return problems
 
+    @abstractmethod
     def prepare(self, model: nn.Module, plan: Plan) -> None:
         """Applies the plan, then compiles, shards and builds the optimizer.
-
-        What is sharded and compiled are the model's own blocks, whatever blocks the policy names: a policy must not
-        change how ranks communicate.
 
         Raises:
             PlanError: the engine refuses the plan, or the plan does not fit the model.
             EngineError: the model is distributed already, or has no blocks to compile.
         """
-        if problems := self.refuses(plan):
-            raise PlanError("; ".join(problems))
-        _refuse_other_meshes(model)
-        blocks = _blocks_if_any(model) or plan.blocks
-        if self.options.check_gradients and plan.regions:
-            self._lost_gradients = LostGradients(model, self._loss_sum)
-        apply_plan(model, plan)
-        modules = dict(model.named_modules())
-        if self.options.compile:
-            if not blocks:
-                raise EngineError("train.compile: compiles block by block, and this model has no list of blocks")
-            for name in blocks:
-                if problem := why_uncompiled(modules[name]):
-                    raise EngineError(f"train.compile: {name}: {problem}")
-                modules[name].compile()
-        self._trained_numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.model = self.shard(model, blocks)
-        self.model.train()
-        self.optimizer = build_optimizer(named_parameters(self.model), self.options.optimizer)
-        self.meter = MemoryMeter(self.model, owners=self.owners)
 
+    @abstractmethod
     def train_step(self, micro_batches: Sequence[Batch], measure: bool = False) -> StepResult:
         """One update over this rank's micro-batches, weighted by tokens over micro-batches and ranks.
 
@@ -227,73 +154,38 @@ class DataParallelEngine(ABC):
             PlanError: in the first update: the plan has lost the gradient of a parameter.
             NonFiniteError: the loss or the norm is not finite. Each on every rank, before the weights change.
         """
-        world = dist.get_world_size()
-        # The divisor has to be known before the first backward: dividing each micro-batch by its own tokens would
-        # give the tokens of short ones more weight.
-        tokens = int(self._sum_over_ranks(sum(count_targets(b) for b in micro_batches)))
-        if tokens == 0:
-            raise DataError(f"step {self.step + 1}: no token of the whole update has a target")
-        every = (self.options.accum_sync or self.default_accum_sync) == "every"
-        total = torch.zeros((), device=self.device)
-        for number, batch in enumerate(micro_batches):
-            with self.reduction(every or number == len(micro_batches) - 1):
-                with self._autocast():
-                    loss = self._loss_sum(self.model, {k: v.to(self.device) for k, v in batch.items()})
-                self.meter.after_forward(loss)
-                if self.observer is not None:
-                    self.observer.forward_ended(loss)
-                total += loss.detach()
-                (loss * (world / tokens)).backward()  # engines average over ranks
-                if self.observer is not None:
-                    self.observer.backward_ended()
-            del loss
-        if measure:
-            self.memory = self.meter.boundary(self.step + 1)
-        else:
-            self.meter.reset()
-        if self.observer is not None:
-            self.observer.boundary()
-        if self._lost_gradients is not None:
-            self._lost_gradients.refuse(self.model, micro_batches, self.device)
-            self._lost_gradients = None
-        mean = self._sum_over_ranks(float(total)) / tokens
-        norm = self.clip_gradients(self.options.clip if self.options.clip is not None else float("inf"))
-        if not (math.isfinite(mean) and math.isfinite(norm)):
-            raise NonFiniteError(f"step {self.step + 1}: loss {mean}, gradient norm {norm}")
-        rate = learning_rate(self.step, self.options.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        return StepResult(mean, norm, tokens, rate)
 
-    @torch.no_grad()
+    @abstractmethod
     def eval_loss(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token over every rank's batches, in nats; nothing is recomputed or kept."""
-        self.model.eval()
-        total, tokens = 0.0, 0
-        for batch in batches:
-            with self._autocast():
-                total += float(self._loss_sum(self.model, {k: v.to(self.device) for k, v in batch.items()}))
-            tokens += count_targets(batch)
-        self.model.train()
-        return self._sum_over_ranks(total) / max(self._sum_over_ranks(tokens), 1)
 
-    def owners(self) -> Iterator[Owner]:
-        return owners_of(self.model, self.optimizer)
+    @abstractmethod
+    def owners(self) -> Iterable[Owner]:
+        """(category, name, local tensor) of all lasting memory."""
 
+    @abstractmethod
     def save(self, path: str, extra: dict[str, Any]) -> None:
-        save_training_state(path, self.model, self.optimizer, extra | {"step": self.step})
+        """Writes the training state; all ranks call it."""
 
+    @abstractmethod
     def load(self, path: str) -> dict[str, Any]:
-        extra = load_training_state(path, self.model, self.optimizer)
-        self.step = int(extra["step"])
-        return extra
+        """Reads a training state and returns its ``extra``; all ranks call it."""
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """For engines that keep fp32 weights in the model; the others cast what they gather."""
-        return nullcontext()
+    def accumulation_cost_bytes(self) -> int:
+        """What this rank holds of unsharded fp32 gradients until the boundary, once prepared."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to let go of)
+        """Lets go of what outlives the engine object: hooks, process groups. It cannot be used any more."""
+
+    def _refuse_plan(self, plan: Plan) -> None:
+        if problems := self.refuses(plan):
+            raise PlanError("; ".join(problems))
+
+    def _refuse_non_finite(self, loss: float, norm: float) -> None:
+        """Stops every rank before the weights change; both numbers are the same on all."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {norm}")
 
     def _sum_over_ranks(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -320,7 +212,7 @@ def materialize(model: nn.Module, device: torch.device, initialize: Callable[[nn
     initialize(model)
 
 
-def _refuse_other_meshes(model: nn.Module) -> None:
+def refuse_other_meshes(model: nn.Module) -> None:
     """Tensor and context parallelism are not proven right here, so a model that comes with them is refused."""
     for name, parameter in named_parameters(model):
         if isinstance(parameter, DTensor):
@@ -331,7 +223,7 @@ def _refuse_other_meshes(model: nn.Module) -> None:
             )
 
 
-def _blocks_if_any(model: nn.Module) -> tuple[str, ...]:
+def blocks_if_any(model: nn.Module) -> tuple[str, ...]:
     """Blocks to shard where no policy named them; a model without any is sharded as one."""
     try:
         return find_blocks(model)

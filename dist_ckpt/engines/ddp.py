@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_ckpt.engines.base import DataParallelEngine, materialize
+from dist_ckpt.engines.base import materialize
+from dist_ckpt.engines.data_parallel import DataParallelEngine
 
 _SYNC_BUFFERS = next(  # renamed in torch 2.13
     name

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from dist_ckpt.engines.base import DataParallelEngine, materialize
+from dist_ckpt.engines.base import materialize
+from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.plan import Plan
 
 

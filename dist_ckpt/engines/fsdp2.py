@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dist_ckpt.engines.base import DataParallelEngine, materialize
+from dist_ckpt.engines.base import materialize
+from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.errors import EngineError
 from dist_ckpt.names import named_parameters
 

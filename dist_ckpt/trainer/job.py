@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dist_ckpt.batch import Batch
 from dist_ckpt.cost import PlanCost, plan_cost
-from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
+from dist_ckpt.engines import ENGINES, Engine, TrainingOptions
 from dist_ckpt.engines.optim import OptimizerOptions
 from dist_ckpt.errors import ConfigError, DataError, PlanError
 from dist_ckpt.memory.records import byte_unit, format_bytes
@@ -41,7 +41,7 @@ class Job:
     device: torch.device
     source: ModelSource
     plan: Plan
-    engine: DataParallelEngine
+    engine: Engine
     """Not yet prepared."""
     train_rows: RowDataset
     validation_rows: RowDataset
@@ -215,7 +215,7 @@ class Sample:
         return plan_cost(self.model, plan, self.batch, self.loss)
 
 
-def build_engine(config: Config, device: torch.device, source: ModelSource) -> DataParallelEngine:
+def build_engine(config: Config, device: torch.device, source: ModelSource) -> Engine:
     """The run's engine, not yet prepared."""
     train, sync = config.train, config.train.accum_sync
     optimizer = OptimizerOptions(

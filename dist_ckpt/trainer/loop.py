@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt.batch import IGNORE_INDEX, Batch
-from dist_ckpt.engines import DataParallelEngine, StepResult
+from dist_ckpt.engines import Engine, StepResult
 from dist_ckpt.errors import StateError
 from dist_ckpt.memory.meter import gather_report
 from dist_ckpt.memory.records import MemoryReport
@@ -44,7 +44,7 @@ class Loop:
     def __init__(
         self,
         config: Config,
-        engine: DataParallelEngine,
+        engine: Engine,
         train_rows: RowDataset,
         validation_rows: RowDataset,
         folder: RunFolder,

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
+from dist_ckpt.engines import ENGINES, TrainingOptions
+from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.errors import EngineError, PlanError
 from dist_ckpt.names import named_parameters, unwrapped_name
 from dist_ckpt.plan import Plan

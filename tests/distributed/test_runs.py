@@ -12,7 +12,7 @@ import torch
 from rich.console import Console as RichConsole
 
 from dist_ckpt.batch import IGNORE_INDEX
-from dist_ckpt.engines.base import DataParallelEngine
+from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.errors import ConfigError, DataError
 from dist_ckpt.flops import count_flops
 from dist_ckpt.memory import meter

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from dist_ckpt.batch import IGNORE_INDEX
 from dist_ckpt.compat.torch import local_tensor
-from dist_ckpt.engines import ENGINES, DataParallelEngine, TrainingOptions
+from dist_ckpt.engines import ENGINES, TrainingOptions
+from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.engines.optim import OptimizerOptions
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
