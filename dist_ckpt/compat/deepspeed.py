@@ -1,0 +1,102 @@
+"""Private parts of DeepSpeed (tested with 0.19.8): how it starts, and how an engine of its own is built and ended.
+
+What is read of an engine that somebody else has built lies in :mod:`dist_ckpt.compat.zero`, which needs no import of
+DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist_ckpt.errors import EngineError
+
+SERIES = "0.19."
+"""Versions whose private parts are known here."""
+_LOGGER = "DeepSpeed"
+
+
+def start(device: torch.device) -> None:
+    """Makes DeepSpeed ready on a device, over the process group that exists; a second call does nothing more.
+
+    Nothing is compiled and nothing is printed.
+
+    Raises:
+        EngineError: DeepSpeed is missing, of a version that is not known here, or set to another kind of device.
+    """
+    assert dist.is_initialized(), "DeepSpeed joins a process group that exists"
+    deepspeed = load()
+    _set_accelerator(device)
+    from deepspeed import comm
+
+    if comm.comm.cdb is None:
+        # On CPU, TorchBackend would compile a shared-memory all-reduce: half a minute, and an error without a
+        # compiler (deepspeed/comm/torch.py, build_shm_op).
+        compatible = deepspeed.ops.__compatible_ops__
+        usual = compatible.get("deepspeed_shm_comm", False)
+        compatible["deepspeed_shm_comm"] = False
+        try:
+            comm.init_distributed(dist.get_backend(), verbose=False)
+        finally:
+            compatible["deepspeed_shm_comm"] = usual
+
+
+def load() -> Any:
+    """The package ``deepspeed``.
+
+    Raises:
+        EngineError: it is missing, or of a version that is not known here.
+    """
+    with _quiet():
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise EngineError(
+                f"DeepSpeed cannot be imported ({error}): pip install 'deepspeed>=0.19,<0.20', or choose another engine"
+            ) from error
+    if not deepspeed.__version__.startswith(SERIES):
+        raise EngineError(
+            f"DeepSpeed {deepspeed.__version__}: its private parts are known for {SERIES}* only; "
+            "pip install 'deepspeed>=0.19,<0.20', or choose another engine"
+        )
+    return deepspeed
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While DeepSpeed is imported it looks for a device and warns on stdout; afterwards what it logs goes to the root
+    logger, and so to the log file of a run, instead of to its own handler on stdout (deepspeed/utils/logging.py)."""
+    logger = logging.getLogger(_LOGGER)
+    logger.addFilter(_is_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_error)
+        for handler in [h for h in logger.handlers if type(h) is logging.StreamHandler]:
+            logger.removeHandler(handler)
+        logger.propagate = True
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def _set_accelerator(device: torch.device) -> None:
+    """Has DeepSpeed use this kind of device; left alone it takes a GPU wherever there is one."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if get_accelerator().device_name() == device.type:
+        return
+    if device.type != "cpu":
+        raise EngineError(
+            f"DeepSpeed has chosen {get_accelerator().device_name()!r}, and this run {device.type!r}: unset "
+            "DS_ACCELERATOR"
+        )
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    set_accelerator(CPU_Accelerator())
