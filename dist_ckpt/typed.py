@@ -52,9 +52,9 @@ Positive = Annotated[float, Range(above=0)]
 class Checked:
     """Base of dataclasses whose fields are checked, and converted where that is safe, on construction.
 
-    Fields are ``int``, ``float``, ``bool``, ``str``, :class:`Choice`, ``tuple[str, ...]``, another class, or a union of
-    these; numbers may have a :class:`Range`. A whole number becomes a float, a name its :class:`Choice`, and a list of
-    strings a tuple, each where it is wanted.
+    Fields are ``int``, ``float``, ``bool``, ``str``, :class:`Choice`, ``tuple[str, ...]``, ``tuple[int, ...]``, another
+    class, or a union of these; numbers may have a :class:`Range`. A whole number becomes a float, a name its
+    :class:`Choice`, and a list a tuple, each where it is wanted.
 
     Raises:
         DistCkptError: of the subclass's ``error``; it names the key and what would be valid.
@@ -135,13 +135,13 @@ def _converted(value: Any, kind: Any) -> Any:
 
 def _is(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+        return isinstance(value, tuple) and all(type(v) is typing.get_args(kind)[0] for v in value)
     exact = kind in (int, float, bool, str, type(None))  # True is no int here
     return type(value) is kind if exact else isinstance(value, kind)
 
 
 def _described(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
-        return "a list of strings"
+        return "a list of integers" if typing.get_args(kind)[0] is int else "a list of strings"
     names = {int: "an integer", str: "a string", bool: "true or false", float: "a number", type(None): "null"}
     return names.get(kind) or f"a {kind.__name__}"

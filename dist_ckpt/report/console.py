@@ -65,8 +65,12 @@ def memory_table(report: MemoryReport) -> Table:
     ]
     unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])
     table = Table(title=f"memory per rank at step {report.step}, {unit}", box=box.SIMPLE_HEAD, title_justify="left")
-    rows = [[str(r.rank), *(format_bytes(getattr(r, c), unit) for c in shown)] for r in report.ranks]
-    for name, *cells in zip(("rank", *shown), *rows, strict=True):
+    places = ("rank", "stage") if any(r.stage is not None for r in report.ranks) else ("rank",)
+    rows = [
+        [*(str(getattr(r, p)) for p in places), *(format_bytes(getattr(r, c), unit) for c in shown)]
+        for r in report.ranks
+    ]
+    for name, *cells in zip((*places, *shown), *rows, strict=True):
         # rich assumes that a pipe is 80 columns wide, and would truncate numbers to fit.
         table.add_column(name, justify="right", min_width=max(map(len, (name, *cells))))
     for row in rows:
@@ -80,5 +84,6 @@ def _heaviest(report: MemoryReport) -> str:
     if count is None:
         return "-"
     unit = byte_unit([count])
-    where = f" (rank {rank.rank})" if len(report.ranks) > 1 else ""
+    stage = f", stage {rank.stage}" if rank.stage is not None else ""
+    where = f" (rank {rank.rank}{stage})" if len(report.ranks) > 1 else ""
     return f"{format_bytes(count, unit)} {unit}{where}"

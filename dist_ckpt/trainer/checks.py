@@ -25,6 +25,11 @@ def check_sections(config: Config) -> None:
             "train.accum_sync=boundary: engine=fsdp1 with train.precision=bf16 would accumulate micro-batches in "
             "bfloat16; use train.accum_sync=every, train.precision=fp32, engine=fsdp2 or engine=ddp"
         )
+    if config.engine.is_deepspeed and train.accum_sync is not None:
+        raise ConfigError(
+            f"train.accum_sync={train.accum_sync}: engine={config.engine.name} reduces where DeepSpeed's own boundary "
+            "logic says; leave it null"
+        )
     if train.resume == "auto" and config.run_dir is None:
         raise ConfigError("train.resume=auto: needs run_dir, the folder to look in; without it each run has a new one")
 
@@ -67,9 +72,12 @@ def check(config: Config, world_size: int) -> None:
         )
     ranks, replicas = config.ranks(world_size), config.engine.replicas
     if ranks % replicas:
-        divisors = [n for n in range(1, min(ranks, 4096) + 1) if ranks % n == 0]
+        valid = ", ".join(map(str, _divisors(ranks)))
+        raise ConfigError(f"engine.replicas={replicas}: must divide the {_ranks(ranks)}; valid: {valid}")
+    if ranks % (stages := config.engine.stages):
         raise ConfigError(
-            f"engine.replicas={replicas}: must divide the {_ranks(ranks)}; valid: {', '.join(map(str, divisors))}"
+            f"engine.stages={stages}: must divide the {_ranks(ranks)}; valid: "
+            f"{', '.join(map(str, _divisors(ranks, least=2))) or '(none: start more ranks)'}"
         )
     config.resolved_grad_accum(ranks)
 
@@ -92,6 +100,10 @@ def check_batch(config: Config, world_size: int, num_rows: int) -> None:
             f"{parts}: more than the {num_rows:,} training rows of an epoch; use at most that many, more data, or "
             "shorter rows (train.seq_len)"
         )
+
+
+def _divisors(count: int, least: int = 1) -> list[int]:
+    return [n for n in range(least, min(count, 4096) + 1) if count % n == 0]
 
 
 def _ranks(count: int) -> str:

@@ -20,11 +20,15 @@ from dist_ckpt.trainer.data.config import DataConfig
 from dist_ckpt.trainer.keys import build, leaves
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.overrides import compose_overrides, parse_yaml
-from dist_ckpt.typed import Checked, Choice, Interval, Positive, Range, Size
+from dist_ckpt.typed import Checked, Choice, Interval, Positive, Range, Size, shown
 
 
 class Precision(Choice):
-    """Number format of forward and backward; weights, optimizer and reductions are fp32 in both."""
+    """Number format of forward and backward; weights, optimizer and reductions are fp32 in both.
+
+    DeepSpeed's ``bf16`` keeps bfloat16 weights beside fp32 master weights, and reduces in bfloat16 unless its
+    configuration says otherwise.
+    """
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -45,6 +49,8 @@ class EngineName(Choice):
     ddp = "ddp"
     fsdp1 = "fsdp1"
     fsdp2 = "fsdp2"
+    deepspeed = "deepspeed"
+    deepspeed_pipe = "deepspeed_pipe"
 
 
 class DeviceType(Choice):
@@ -101,7 +107,7 @@ class TrainConfig(Checked, section="train"):
     eval_batches: Size = 4
     """Micro-batches on each rank per validation."""
     accum_sync: AccumSync | None = None
-    """null: ``boundary`` for ddp, ``every`` for fsdp1 and fsdp2."""
+    """null: ``boundary`` for ddp, ``every`` for fsdp1 and fsdp2. DeepSpeed's engines have their own way."""
     check_gradients: bool = True
     """Whether the run stops after its first backward where a parameter has no gradient and would have one without the
     policy."""
@@ -125,12 +131,37 @@ class EngineConfig(Checked, section="engine"):
     ranks."""
     allow_untested: bool = False
     """Take a policy that no test has proven right under this engine, precision and compilation (docs/support.md)."""
+    config: str | None = None
+    """deepspeed, deepspeed_pipe: a DeepSpeed configuration in JSON. null: ZeRO stage 2, in a pipeline stage 1."""
+    stages: Size = 1
+    """deepspeed_pipe: stages of the pipeline. Must divide the number of ranks."""
+    partition: str | tuple[int, ...] = "parameters"
+    """deepspeed_pipe: how blocks are dealt to stages. ``uniform``: equal numbers of layers; ``parameters``: the largest
+    stage has as few parameters as possible; ``type:TransformerBlock``: equal numbers of modules of a class; or the
+    number of blocks of each stage, as ``[6,6,7,5]``."""
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self.name in (EngineName.deepspeed, EngineName.deepspeed_pipe)
 
     def check(self) -> None:
-        if self.replicas > 1 and self.name is not EngineName.fsdp2:
-            raise ConfigError(
-                f"engine.replicas={self.replicas}: is an option of engine=fsdp2, not of engine={self.name}"
-            )
+        pipe = EngineName.deepspeed_pipe
+        owners = {
+            "replicas": (EngineName.fsdp2,),
+            "config": (EngineName.deepspeed, pipe),
+            "stages": (pipe,),
+            "partition": (pipe,),
+        }
+        defaults = {f.name: f.default for f in fields(self)}
+        for option, engines in owners.items():
+            value = getattr(self, option)
+            if value != defaults[option] and self.name not in engines:
+                raise ConfigError(
+                    f"engine.{option}={shown(value)}: is an option of engine={' and engine='.join(engines)}, "
+                    f"not of engine={self.name}"
+                )
+        if self.name is pipe and self.stages == 1:
+            raise ConfigError("engine.stages: engine=deepspeed_pipe needs 2 or more; engine=deepspeed has none")
 
 
 @dataclass
@@ -176,6 +207,10 @@ class Config(Checked):
         """Number of ranks of this run; that of a dry run may differ from the ``world_size`` that is running."""
         return self.world_size if self.dry_run and self.world_size is not None else world_size
 
+    def data_ranks(self, world_size: int) -> int:
+        """Ranks with rows of their own: the stages of one pipeline share theirs."""
+        return world_size // self.engine.stages
+
     def resolved_grad_accum(self, world_size: int) -> int:
         """Micro-batches per update on each of ``world_size`` ranks.
 
@@ -185,8 +220,10 @@ class Config(Checked):
         train = self.train
         if train.global_batch is None:
             return 1 if train.grad_accum is None else train.grad_accum
-        at_once = train.micro_batch * world_size
-        sizes = f"train.micro_batch={train.micro_batch} × {world_size} rank{'s'[: world_size != 1]}"
+        ranks, stages = self.data_ranks(world_size), self.engine.stages
+        at_once = train.micro_batch * ranks
+        sizes = f"train.micro_batch={train.micro_batch} × {ranks} rank{'s'[: ranks != 1]}"
+        sizes = sizes if stages == 1 else f"{sizes.replace('rank', 'pipeline')} of {stages} stages"
         given = f"train.global_batch={train.global_batch}"
         accum, rest = divmod(train.global_batch, at_once)
         if rest or accum < 1:
@@ -204,7 +241,7 @@ class Config(Checked):
 
     def resolved_global_batch(self, world_size: int) -> int:
         """Sequences per update over all of ``world_size`` ranks; raises as :meth:`resolved_grad_accum`."""
-        return self.train.micro_batch * world_size * self.resolved_grad_accum(world_size)
+        return self.train.micro_batch * self.data_ranks(world_size) * self.resolved_grad_accum(world_size)
 
 
 def load_config(overrides: Sequence[str]) -> Config:

@@ -173,11 +173,12 @@ class Loop:
         start = time.perf_counter()
         measure = number % config.report.every == 0 or number == config.train.steps
         size = config.train.micro_batch
-        batches = micro_batches(self.train_rows, self.position, self.rank, self.world_size, size, self.grad_accum)
+        rank, ranks = self.engine.data_rank, self.engine.data_ranks
+        batches = micro_batches(self.train_rows, self.position, rank, ranks, size, self.grad_accum)
         result = self.engine.train_step(batches, measure=measure)
         seconds = time.perf_counter() - start
         self._last = result
-        self.position += size * self.world_size * self.grad_accum
+        self.position += size * ranks * self.grad_accum
         if measure:
             assert self.engine.memory is not None
             self.report = gather_report(self.engine.memory)
@@ -200,14 +201,14 @@ class Loop:
     def _validation_batches(self) -> Iterator[Batch]:
         """This rank's validation rows, at most all of them once; all ranks yield the same number of micro-batches."""
         size = self.config.train.micro_batch
-        at_once = size * self.world_size
+        at_once = size * self.engine.data_ranks
         for number in range(min(self.config.train.eval_batches, -(-self.validation_rows.num_rows // at_once))):
             start = number * at_once
-            yield self._without_repeats(micro_batch(self.validation_rows, start, self.rank, size), start)
+            yield self._without_repeats(micro_batch(self.validation_rows, start, self.engine.data_rank, size), start)
 
     def _without_repeats(self, batch: Batch, start: int) -> Batch:
         """The batch without targets in rows past the last one, where the dataset starts again."""
-        first = start + self.rank * self.config.train.micro_batch
+        first = start + self.engine.data_rank * self.config.train.micro_batch
         labels = batch["labels"].clone()
         labels[max(self.validation_rows.num_rows - first, 0) :] = IGNORE_INDEX
         return {**batch, "labels": labels}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in the job, from the environment that torchrun sets; a single rank without torchrun."""
+    """A rank's place in the job, from the environment that a launcher sets; a single rank without one."""
 
     rank: int = 0
     world_size: int = 1
@@ -31,7 +32,8 @@ class Place:
     """Ranks on this machine."""
     restarts: int = 0
     """How often torchrun has restarted this job's workers."""
-    under_torchrun: bool = False
+    is_launched: bool = False
+    """Whether torchrun, or DeepSpeed's launcher, has started this process."""
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Place:
@@ -39,10 +41,15 @@ class Place:
             rank=int(environment.get("RANK", 0)),
             world_size=int(environment.get("WORLD_SIZE", 1)),
             local_rank=int(environment.get("LOCAL_RANK", 0)),
-            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", 1))),
             restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            under_torchrun="TORCHELASTIC_RUN_ID" in environment or "RANK" in environment,
+            is_launched="TORCHELASTIC_RUN_ID" in environment or "RANK" in environment,
         )
+
+
+def without_launcher_flags(arguments: Sequence[str]) -> list[str]:
+    """The arguments without ``--local_rank=N``, which DeepSpeed's launcher appends; the environment says it too."""
+    return [a for a in arguments if not re.fullmatch(r"--local[_-]rank=\d+", a)]
 
 
 class Termination:
@@ -69,7 +76,7 @@ def start_process_group(place: Place, device_type: str) -> dist.Store:
     if device_type == "cuda":
         torch.cuda.set_device(place.local_rank)
     store: dist.Store = dist.HashStore()
-    if place.under_torchrun:
+    if place.is_launched:
         store = next(iter(dist.rendezvous("env://")))[0]
         store.set_timeout(dist.default_pg_timeout)
         # torchrun's default rendezvous keeps its store when it restarts the workers (torch 2.13): without a prefix of

@@ -15,7 +15,7 @@ from dist_ckpt.errors import StateWriteError
 from dist_ckpt.trainer.checks import check
 from dist_ckpt.trainer.config import Config, config_yaml, load_config
 from dist_ckpt.trainer.exits import ExitCode, code_of, record_exit, recorded_exit, root_mistake
-from dist_ckpt.trainer.process import Place, leave_with_rank_zero
+from dist_ckpt.trainer.process import Place, leave_with_rank_zero, without_launcher_flags
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def read(arguments: Sequence[str]) -> Config:
     Raises:
         DistCkptError: a mistake in it.
     """
-    return load_config([a for a in arguments if a != "--print-config"])
+    return load_config([a for a in without_launcher_flags(arguments) if a != "--print-config"])
 
 
 def accept(config: Config, arguments: Sequence[str], place: Place) -> None:

@@ -13,7 +13,7 @@ from tests.faults.launching import ROOT, TINY, Finished, alone, exit_record, tor
 
 MISTAKES = {
     "a policy's name": (["ckpt=selectve"], "did you mean 'selective'?"),
-    "an engine's name": (["engine=fsdp3"], "ddp, fsdp1, fsdp2"),
+    "an engine's name": (["engine=fsdp3"], "ddp, deepspeed, deepspeed_pipe, fsdp1, fsdp2"),
     "a value": (["train.micro_batch=0"], "must be at least 1"),
     "an option without its policy": (["ckpt.k=5"], "+ckpt=every_k"),
     "no files": (["data=text", "data.glob='nothing/*.txt'"], "data.glob: 'nothing/*.txt' matches nothing"),
