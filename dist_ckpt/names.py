@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dist_ckpt.compat import zero
+
 _WRAPPER_LEVELS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "_forward_module")
 """Attribute levels that activation wrappers, FSDP1, torch.compile and Lightning's Fabric put into a name."""
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-"""Their ``module`` is the one level that a user's own model may have as well."""
+"""Their ``module``, like that of DeepSpeed's engines, is the one level that a user's own model may have as well."""
 
 
 def unwrapped_name(name: str) -> str:
@@ -25,7 +27,8 @@ def unwrapped_name(name: str) -> str:
 def unwrap(module: nn.Module) -> nn.Module:
     """The module that its author wrote, out of all wrappers around it."""
     while True:
-        levels = ("module",) if isinstance(module, _REPLICATED) else _WRAPPER_LEVELS
+        is_outermost = isinstance(module, _REPLICATED) or zero.is_engine(module)
+        levels = ("module",) if is_outermost else _WRAPPER_LEVELS
         inner = next((module._modules[level] for level in levels if level in module._modules), None)
         if inner is None:
             return module

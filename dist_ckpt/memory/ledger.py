@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from dist_ckpt.compat import fsdp
+from dist_ckpt.compat import fsdp, zero
 from dist_ckpt.compat.torch import local_tensor
 from dist_ckpt.memory.storages import Storages
 from dist_ckpt.names import named_parameters, unwrapped_name
@@ -25,15 +25,22 @@ Owner = tuple[Category, str, Tensor]
 
 
 def owners_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
-    """Every owner of a plain, DDP, FSDP1 or FSDP2 model. A storage may appear under several owners."""
+    """Every owner of a plain, DDP, FSDP1 or FSDP2 model, or of a DeepSpeed engine, which knows its optimizer.
+
+    A storage may appear under several owners.
+    """
     yield from resident_of(model)
     yield from _grads(model)
-    yield from _optimizer_state(model, optimizer)
+    if zero.is_engine(model):
+        yield from _of_deepspeed(model)
+    else:
+        yield from _optimizer_state(model, optimizer)
 
 
 def resident_of(model: nn.Module) -> Iterator[Owner]:
     """Owners that are alive whatever is trained: parameters, buffers and unsharded copies."""
-    root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or zero.is_engine(model)
+    root: nn.Module = model.module if is_wrapped else model  # type: ignore[assignment]
     views: set[int] = set()
     for prefix, module in root.named_modules():
         flat = fsdp.fsdp1_flat_parameter(module)
@@ -46,9 +53,15 @@ def resident_of(model: nn.Module) -> Iterator[Owner]:
         for name, copy in fsdp.fsdp2_copies(module):
             yield "other", f"{unwrapped_name(name)} (unsharded)", copy
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter is not flat:
-                category: Category = "other" if id(parameter) in views else "params"
-                yield category, unwrapped_name(f"{prefix}.{name}"), local_tensor(parameter)
+            if parameter is None or parameter is flat:
+                continue
+            name = unwrapped_name(f"{prefix}.{name}")
+            category: Category = "other" if id(parameter) in views else "params"
+            if zero.is_partitioned(parameter):
+                category = "other"
+                for shard in zero.shards(parameter):
+                    yield "params", name, shard
+            yield category, name, local_tensor(parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 yield "other", unwrapped_name(f"{prefix}.{name}"), local_tensor(buffer)
@@ -62,6 +75,23 @@ def _grads(model: nn.Module) -> Iterator[Owner]:
     for name, parameter in named_parameters(model):
         if parameter.grad is not None:
             yield "grads", name, local_tensor(parameter.grad)
+        for grad in zero.grads_of_parameter(parameter):
+            yield "grads", name, grad
+
+
+def _of_deepspeed(engine: nn.Module) -> Iterator[Owner]:
+    """What a DeepSpeed engine's optimizer holds; names are those of its attributes."""
+    optimizer = engine.optimizer
+    for name, tensor in zero.flat_params(optimizer):
+        yield "params", name, tensor
+    for name, tensor in zero.grads(optimizer):
+        yield "grads", name, tensor
+    for name, tensor in zero.masters(optimizer):
+        yield "optimizer", name, tensor
+    for name, tensor in zero.states(optimizer):
+        yield "optimizer", name, tensor
+    for name, tensor in zero.buckets(optimizer):
+        yield "other", name, tensor
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:

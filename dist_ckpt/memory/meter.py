@@ -33,8 +33,8 @@ class MemoryMeter:
     """Measures one rank.
 
     Args:
-        model: the model as it is trained: plain, DDP, FSDP1 or FSDP2.
-        optimizer: whose state counts as ``optimizer``.
+        model: the model as it is trained: plain, DDP, FSDP1 or FSDP2, or the engine of ``deepspeed.initialize``.
+        optimizer: whose state counts as ``optimizer``; an engine of DeepSpeed knows its own.
         owners: replaces what is found in model and optimizer, for engines that hold memory elsewhere.
     """
 

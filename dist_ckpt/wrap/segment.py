@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from dist_ckpt.compat import zero
 from dist_ckpt.compat.torch import Frame
 from dist_ckpt.plan import Region
 from dist_ckpt.wrap.span import Forward, Replay, new_frame, run_part
@@ -103,4 +104,5 @@ def run_again(place: Place, module: nn.Module, forward: Any, args: tuple[Any, ..
         return outer.forward(*args, **kwargs)
     if isinstance(module, FSDPModule):
         module.unshard()  # its own backward releases
+    zero.gather_own(module)  # under ZeRO-3; modules inside have hooks of their own
     return forward(*args, **kwargs)

@@ -1,0 +1,162 @@
+"""Private parts of DeepSpeed's engines (tested with 0.19.8), read without importing it: where their bytes lie, what
+gradient a rank holds of a parameter, and how ZeRO-3 gathers the parameters of one module.
+
+Attribute names are those of deepspeed/runtime/zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py and
+fp16/unfused_optimizer.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_PARAMS = (
+    "bit16_groups_flat",
+    "bf16_groups_flat",
+    "fp16_groups_flat",
+    "lp_param_buffer",
+    "fp16_partitioned_groups_flat",
+    "param_groups_fp16_flat_cpu_memory",
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "lp_param_contiguous_pin_buffer",
+)
+_MASTERS = (
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+    "fp32_partitioned_groups_flat",
+    "fp32_groups_flat",
+    "fp32_groups",
+)
+_GRADS = (
+    "fp32_groups_gradients_flat",
+    "averaged_gradients",
+    "all_grad_tensors",
+    "grads_in_partition",
+    "grad_partitions_flat_buffer",
+    "accumulated_grads_in_cpu",
+    "temp_grad_buffer_for_cpu_offload",
+    "temp_grad_buffer_for_gpu_offload",
+)
+_GRADS_OF_PARAMETER = ("grad_accum", "_hp_grad")
+
+
+@functools.cache
+def _is_engine_class(kind: type[Any]) -> bool:
+    return any(c.__name__ == "DeepSpeedEngine" and c.__module__.startswith("deepspeed.") for c in kind.__mro__)
+
+
+def is_engine(model: Any) -> bool:
+    """Whether this is what ``deepspeed.initialize`` returns for a model."""
+    return _is_engine_class(type(model))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+
+
+def stage_of(engine: Any) -> int:
+    """The engine's ZeRO stage."""
+    return int(engine.zero_optimization_stage())
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 manages a parameter: its ``data`` is empty, or the whole while that is gathered."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def shards(parameter: Any) -> Iterator[Tensor]:
+    """What this rank keeps of a parameter under ZeRO-3; with hpZ also of its node's copy."""
+    for shard in (parameter.ds_tensor, getattr(parameter, "ds_secondary_tensor", None)):
+        if shard is not None:
+            yield shard
+
+
+def gather_own(module: nn.Module) -> None:
+    """Gathers the parameters that ZeRO-3 has of a module itself, not of those inside it; nothing elsewhere.
+
+    As its hook before backward does. The one after backward releases them.
+    """
+    for parameter in module._parameters.values():
+        offload = getattr(getattr(parameter, "_z3_optimizer", None), "parameter_offload", None)
+        if offload is not None:
+            offload.pre_sub_module_backward_function(module)
+            return
+
+
+def flat_params(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """The flat buffers that parameters are views of."""
+    return _held(optimizer, _PARAMS)
+
+
+def masters(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Weights that the optimizer keeps next to the model's: in fp32, this rank's part."""
+    return _held(optimizer, _MASTERS)
+
+
+def grads(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Gradients outside of parameters."""
+    yield from _held(optimizer, _GRADS)
+    for name, master in masters(optimizer):
+        if master.grad is not None:
+            yield name, master.grad
+
+
+def grads_of_parameter(parameter: Tensor) -> Iterator[Tensor]:
+    """Accumulated gradients that hang at a parameter besides ``grad``."""
+    for attribute in _GRADS_OF_PARAMETER:
+        held = getattr(parameter, attribute, None)
+        if held is not None:
+            yield held
+
+
+def buckets(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Buffers in which gradients are gathered for communication."""
+    for dtype, bucket in (getattr(optimizer, "ipg_buckets", None) or {}).items():
+        held = getattr(bucket, "buffer", None)
+        for tensor in tree_leaves(held):
+            if isinstance(tensor, Tensor):
+                yield f"bucket of {dtype}", tensor
+
+
+def states(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Moments, by the name of their kind."""
+    for state in getattr(optimizer, "optimizer", optimizer).state.values():
+        for kind, leaf in state.items():
+            if isinstance(leaf, Tensor):
+                yield kind, leaf
+
+
+def _held(optimizer: Any, attributes: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    for attribute in attributes:
+        for leaf in tree_leaves(getattr(optimizer, attribute, None)):
+            if isinstance(leaf, Tensor):
+                yield attribute, leaf
+
+
+def local_grad(parameter: Any) -> Tensor | None:
+    """This rank's part of a parameter's gradient between the last backward of an update and its step.
+
+    ``None`` where there is none, or where the rank holds no part of it. Its shape is the parameter's or flat.
+    """
+    if getattr(parameter, "_hp_grad", None) is not None:  # BF16_Optimizer keeps a low-precision one as well
+        held: Tensor = parameter._hp_grad
+        return held
+    if parameter.grad is not None:
+        grad: Tensor = parameter.grad
+        return grad
+    if is_partitioned(parameter):
+        return _grad_under_zero3(parameter)
+    fragment = getattr(parameter, "_hp_mapping", None)
+    if fragment is None:
+        return None
+    found = fragment.offload_gradient_dict if fragment.use_offload else fragment.gradient_dict
+    held_here = (found or {}).get(fragment.param_group_index)
+    return None if held_here is None else held_here[parameter._index_in_param_group]
+
+
+def _grad_under_zero3(parameter: Any) -> Tensor | None:
+    optimizer = getattr(parameter, "_z3_optimizer", None)
+    if optimizer is None or not parameter.requires_grad:
+        return None
+    held: Tensor = optimizer.get_local_fp32_grad_for_param(parameter)
+    return held
