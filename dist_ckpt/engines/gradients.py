@@ -7,7 +7,7 @@ whose inputs need no gradient, trains on without any error, and some parameters 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -37,22 +37,35 @@ class LostGradients:
     def __init__(self, model: nn.Module, loss_sum: Callable[[nn.Module, Batch], Tensor]) -> None:
         self._plain = without_memory(model)
         self._loss_sum = loss_sum
+        self._trained = tuple(name for name, p in named_parameters(model) if p.requires_grad)
 
-    def refuse(self, model: nn.Module, micro_batches: Sequence[Batch], device: torch.device) -> None:
+    def refuse(
+        self,
+        model: nn.Module,
+        micro_batches: Sequence[Batch],
+        device: torch.device,
+        with_gradient: Set[str] | None = None,
+    ) -> None:
         """To be called at the boundary of an update, on every rank.
 
         Costs one small collective. Only where a trainable parameter has no gradient, the same micro-batches run
         without the plan, on fake tensors.
 
+        Args:
+            model: as this rank trains it: sharded, or a stage of a pipeline.
+            with_gradient: the parameters that have one, where it does not lie in ``grad`` until the boundary.
+
         Raises:
             PlanError: on every rank: the plan has lost gradients.
         """
-        trained = [(name, p) for name, p in named_parameters(model) if p.requires_grad]
         # A rank that holds nothing of a parameter has nothing to say about it.
-        held = [local_tensor(p.detach()).numel() > 0 for _, p in trained]
-        flags = _on_any_rank([*(p.grad is not None for _, p in trained), *held], device)
+        held = {name: p for name, p in named_parameters(model) if local_tensor(p.detach()).numel() > 0}
+        if with_gradient is None:
+            with_gradient = {name for name, p in held.items() if p.grad is not None}
+        trained = self._trained
+        flags = _on_any_rank([*(name in with_gradient for name in trained), *(name in held for name in trained)], device)
         has, holds = flags[: len(trained)], flags[len(trained) :]
-        missing = [name for (name, _), known, is_held in zip(trained, has, holds, strict=True) if is_held and not known]
+        missing = [name for name, known, is_held in zip(trained, has, holds, strict=True) if is_held and not known]
         if not missing:
             return
         without = self._with_gradients(micro_batches)
