@@ -63,7 +63,7 @@ class LostGradients:
         if with_gradient is None:
             with_gradient = {name for name, p in held.items() if p.grad is not None}
         trained = self._trained
-        flags = _on_any_rank([*(name in with_gradient for name in trained), *(name in held for name in trained)], device)
+        flags = _on_any_rank([name in names for names in (with_gradient, held) for name in trained], device)
         has, holds = flags[: len(trained)], flags[len(trained) :]
         missing = [name for name, known, is_held in zip(trained, has, holds, strict=True) if is_held and not known]
         if not missing:

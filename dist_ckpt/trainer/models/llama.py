@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt.batch import IGNORE_INDEX
+from dist_ckpt.stages import Layer, LayerList
 from dist_ckpt.trainer.models.config import Attention, Loss, ModelConfig
 
 
@@ -160,8 +163,22 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         x = self.norm(x)
-        if labels is None:
-            return self.output(x)
+        return self.output(x) if labels is None else self._loss(x, labels)
+
+    def pipeline_layers(self) -> LayerList:
+        """The embedding, the blocks, and the last norm with the head: what stages of a pipeline are made of."""
+        blocks = [Layer((f"layers.{number}",), partial(_block, number=number)) for number in range(len(self.layers))]
+        return LayerList(
+            (
+                Layer(("tok_embeddings", "dropout"), lambda model, ids: model.dropout(model.tok_embeddings(ids))),
+                *blocks,
+                Layer(("norm", "output"), lambda model, x: model.norm(x)),
+            ),
+            loss=lambda model, x, labels: model._loss(x, labels),
+        )
+
+    def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Summed cross-entropy of the last norm's output; x: (batch, seq, d_model); fp32 scalar."""
         x, labels = x.flatten(0, 1), labels.flatten()
         if self.config.loss is Loss.full:
             return _token_loss(self.output, x, labels)
@@ -171,6 +188,15 @@ class Transformer(nn.Module):
         else:
             losses = [_token_loss(self.output, *piece) for piece in pieces]
         return torch.stack(losses).sum()
+
+
+def _block(model: nn.Module, x: Tensor, number: int) -> Tensor:
+    """One block of a model of which others may be missing."""
+    assert isinstance(model, Transformer)
+    seq = x.shape[1]
+    block = model.get_submodule(f"layers.{number}")  # an index would count those that are left
+    out: Tensor = block(x, model.rope_cos[:seq], model.rope_sin[:seq])
+    return out
 
 
 def _token_loss(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:

@@ -1,0 +1,321 @@
+"""A model cut into stages, each on ranks of its own: DeepSpeed's pipeline engine, with ZeRO 0 or 1 inside a stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dist_ckpt.batch import Batch
+from dist_ckpt.compat import deepspeed as compat
+from dist_ckpt.compat import deepspeed_pipe as pipe
+from dist_ckpt.engines.base import Engine, StepResult, TrainingOptions, materialize, refuse_other_meshes
+from dist_ckpt.engines.data_parallel import compile_blocks
+from dist_ckpt.engines.feed import Feed, agree
+from dist_ckpt.engines.gradients import LostGradients
+from dist_ckpt.engines.optim import build_optimizer, learning_rate
+from dist_ckpt.engines.stage import keep_stage, ties_of
+from dist_ckpt.errors import DataError, EngineError
+from dist_ckpt.memory.ledger import Owner, owners_of
+from dist_ckpt.memory.meter import MemoryMeter
+from dist_ckpt.names import named_parameters
+from dist_ckpt.plan import Plan
+from dist_ckpt.schedule import data_rank_of, stage_of
+from dist_ckpt.stages import Layer, LayerList
+from dist_ckpt.wrap.apply import apply_plan
+
+
+class PipelineEngine(Engine):
+    """Every rank holds one stage; rank = stage · data ranks + data rank.
+
+    Args:
+        layers: (whole model) → what it is cut into; by default the model's own ``pipeline_layers()``.
+    """
+
+    name = "deepspeed_pipe"
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        device: torch.device,
+        loss_sum: Callable[[nn.Module, Batch], Tensor],
+        initialize: Callable[[nn.Module], None] | None = None,
+        layers: Callable[[nn.Module], LayerList] | None = None,
+    ) -> None:
+        super().__init__(options, device, loss_sum, initialize)
+        self._layers_of = layers or (lambda model: model.pipeline_layers())  # type: ignore[operator]
+        self.stages = 1
+        self.stage = 0
+        self.optimizer: Optimizer
+        """Of this stage, as DeepSpeed was given it."""
+        self.deepspeed: Any
+        """DeepSpeed's own engine."""
+        self._layers: LayerList
+        self._lost_gradients: LostGradients | None = None
+        self._with_gradient: set[str] = set()
+        self._shape: tuple[int, ...] | None = None
+        self._output: tuple[tuple[int, ...], torch.dtype] | None = None
+        self._update = _Update()
+
+    @property
+    def data_rank(self) -> int:
+        return data_rank_of(dist.get_rank(), dist.get_world_size(), self.stages)
+
+    @property
+    def data_ranks(self) -> int:
+        return dist.get_world_size() // self.stages
+
+    @property
+    def _config(self) -> Any:
+        assert self.options.deepspeed is not None, "refused without"
+        return self.options.deepspeed
+
+    def refuses(self, plan: Plan) -> list[str]:
+        problems = super().refuses(plan)
+        if not plan.stages:
+            problems.append("deepspeed_pipe runs a model that is cut into stages, and the plan has none: engine.stages")
+        if self.options.deepspeed is None:
+            problems.append("deepspeed_pipe needs the options of DeepSpeed: engine.config")
+        elif self._config.stage > 1:
+            problems.append(
+                f"zero_optimization.stage={self._config.stage}: a pipeline takes 0 or 1. From stage 2 on gradients are "
+                "partitioned after each backward, and in a pipeline those of several micro-batches are under way"
+            )
+        if self.options.accum_sync == "every":
+            problems.append("train.accum_sync=every: a pipeline reduces gradients once an update, at the boundary")
+        return problems
+
+    def prepare(self, model: nn.Module, plan: Plan) -> None:
+        """As every engine.
+
+        Raises:
+            EngineError: also if the ranks cannot be divided into pipelines, or a stage would have nothing to train.
+        """
+        self._refuse_plan(plan)
+        refuse_other_meshes(model)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.stages = len(plan.stages)
+        if world % self.stages:
+            raise EngineError(f"engine.stages={self.stages} does not divide the {world} ranks")
+        self.stage = stage_of(rank, world, self.stages)
+        self._layers = self._layers_of(model)
+        by_stage = _layers_by_stage(self._layers, plan.stages)
+        ties = ties_of(model, plan.stages)
+        if self.options.check_gradients and plan.regions:
+            self._lost_gradients = LostGradients(model, self._loss_sum)
+        apply_plan(model, plan)  # to the whole model, which has no memory yet, so that all of the plan is checked
+        keep_stage(model, plan.stages, self.stage)
+        if self.options.compile:
+            compile_blocks(model, [b for b in plan.blocks if b in dict(model.named_modules())])
+        materialize(model, self.device, self._initialize)
+        model.train()
+        self.model = model
+        compat.start(self.device)
+        named = dict(named_parameters(model))
+        self.optimizer = build_optimizer(named.items(), self.options.optimizer)
+        module = pipe.StageModule(
+            model,
+            [[self._run(layer, model, is_last=layer is layers[-1]) for layer in layers] for layers in by_stage],
+            self._loss,
+            [pipe.SharedWeight(tie.name, tie.stages, named.get(tie.name)) for tie in ties],
+        )
+        self.deepspeed = pipe.build(module, self.optimizer, self._options_of_deepspeed(), self)
+        self.optimizer.register_step_pre_hook(lambda *_: self._refuse_non_finite(0.0, self._norm()))
+        self.meter = MemoryMeter(model, owners=self.owners)
+
+    def train_step(self, micro_batches: Sequence[Batch], measure: bool = False) -> StepResult:
+        micro_batches = list(micro_batches)
+        feed = agree(micro_batches, self.stages, self.device)
+        if len(feed.shapes) != self.deepspeed.micro_batches:
+            raise DataError(
+                f"step {self.step + 1}: {len(feed.shapes)} micro-batches, and the pipeline was built for "
+                f"{self.deepspeed.micro_batches} (gradient_accumulation_steps)"
+            )
+        if len(set(feed.shapes)) > 1:
+            raise DataError(
+                f"step {self.step + 1}: the micro-batches of an update must have one shape (rows, tokens) in a "
+                f"pipeline, and have {', '.join(map(str, dict.fromkeys(feed.shapes)))}; drop what is left over, or "
+                "fill it up with rows without targets"
+            )
+        if feed.tokens == 0:
+            raise DataError(f"step {self.step + 1}: no token of the whole update has a target")
+        self._expect(feed.shapes[0])
+        # DeepSpeed averages over data ranks; the loss is weighted by the tokens of the whole update.
+        self._update = _Update(feed, self.data_ranks / feed.tokens, measure, micro_batches)
+        rate = learning_rate(self.step, self.options.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.deepspeed.train_batch(_pairs(micro_batches))
+        norm = self._norm()
+        self._refuse_non_finite(self._update.loss, norm)
+        pipe.release_buffers(self.deepspeed)
+        result = StepResult(self._update.loss, norm, feed.tokens, rate)
+        self._update = _Update()
+        self.step += 1
+        return result
+
+    def eval_loss(self, batches: Iterable[Batch]) -> float:
+        """As every engine. Micro-batches may be of any number, and of unlike shapes.
+
+        Raises:
+            DataError: on every rank: the ranks were given unlike numbers or shapes of them.
+        """
+        batches = list(batches)
+        feed = agree(batches, self.stages, self.device)
+        self._update = _Update(feed)
+        for shape, run in itertools.groupby(zip(feed.shapes, batches, strict=True), key=lambda pair: pair[0]):
+            self._expect(shape)
+            pipe.evaluate(self.deepspeed, list(_pairs([batch for _, batch in run])))
+        total = self._sum_over_ranks(float(self._update.total))
+        self._update = _Update()
+        return total / max(feed.tokens, 1)
+
+    def owners(self) -> Iterator[Owner]:
+        for category, name, tensor in owners_of(self.deepspeed, None):
+            yield category, name.removeprefix("model."), tensor
+        for name, tensor in pipe.pipe_buffers(self.deepspeed):
+            yield "other", name, tensor
+
+    def forward_ended(self, roots: Sequence[Tensor]) -> None:
+        """Called between a forward and what follows; see :class:`~dist_ckpt.compat.deepspeed_pipe.Watcher`."""
+        self.meter.after_forward(*roots)
+        if self.observer is not None:
+            self.observer.forward_ended(roots[-1])
+
+    def backward_ended(self) -> None:
+        """Called after each backward."""
+        if self._lost_gradients is not None:  # at the boundary ZeRO has taken them away
+            self._with_gradient |= {name for name, p in named_parameters(self.model) if p.grad is not None}
+        if self.observer is not None:
+            self.observer.backward_ended()
+
+    def boundary(self) -> None:
+        """Called when the gradients of an update are reduced, before the weights change."""
+        update = self._update
+        if update.measure:
+            self.memory = dataclasses.replace(self.meter.boundary(self.step + 1), stage=self.stage)
+        else:
+            self.meter.reset()
+        if self.observer is not None:
+            self.observer.boundary()
+        if self._lost_gradients is not None:
+            self._lost_gradients.refuse(self.model, update.micro_batches, self.device, self._with_gradient)
+            self._lost_gradients = None
+        assert update.feed is not None
+        update.loss = self._sum_over_ranks(float(update.total)) / update.feed.tokens
+        self._refuse_non_finite(update.loss, 0.0)
+        if self._clips_itself:
+            update.norm = self._clip()
+
+    @property
+    def _clips_itself(self) -> bool:
+        """Without ZeRO and in fp32 DeepSpeed has no norm to show, and of a pipeline it takes that of the first stage
+        (runtime/utils.py, clip_grad_norm_: only where get_model_parallel_rank() is 0)."""
+        return bool(self._config.stage == 0 and self._config.precision == "fp32")
+
+    def _options_of_deepspeed(self) -> dict[str, Any]:
+        own = {"gradient_clipping": 0.0} if self._clips_itself else {}
+        return {**self._config.data, **own}
+
+    def _clip(self) -> float:
+        """Clips to the norm over all stages; a weight that stages share counts once."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        counted = [p.grad for p in parameters if not p.ds_pipe_replicated and p.grad is not None]  # type: ignore[attr-defined]
+        square = torch.zeros((), device=self.device)
+        if counted:
+            square += torch.nn.utils.get_total_norm(counted).square()
+        dist.all_reduce(square, group=self.deepspeed.grid.get_pipe_parallel_group())
+        norm = square.sqrt()
+        self._refuse_non_finite(0.0, float(norm))
+        if self.options.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip, norm)
+        return float(norm)
+
+    def _norm(self) -> float:
+        """The gradient norm of this update, before clipping."""
+        found = self._update.norm if self._clips_itself else pipe.norm_of_last_step(self.deepspeed)
+        return math.nan if found is None else found
+
+    def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        loss = self._layers.loss(self.model, output, labels)
+        self._update.total += loss.detach().double().cpu()
+        return loss * self._update.weight
+
+    def _expect(self, shape: tuple[int, ...]) -> None:
+        """Has the stages size their receive buffers anew if micro-batches have another shape than those before."""
+        if shape != self._shape:
+            self.deepspeed.reset_activation_shape()
+            self._shape, self._output = shape, None
+
+    def _run(self, layer: Layer, model: nn.Module, is_last: bool) -> Callable[[Tensor], Tensor]:
+        function = partial(layer.run, model)
+        return partial(self._checked, layer, function) if is_last else function
+
+    def _checked(self, layer: Layer, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What a stage sends on, or gives to the loss."""
+        output = function(x)
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            raise EngineError(
+                f"layer {layer.modules[0]!r} ends stage {self.stage} and returned "
+                f"{_described(output)}; what stages pass on is one tensor of floating-point numbers"
+            )
+        found = tuple(output.shape), output.dtype
+        if self._output is not None and found != self._output:
+            raise EngineError(
+                f"layer {layer.modules[0]!r} ends stage {self.stage} and returned {_described(output)}, where it "
+                f"returned {self._output[0]} of {self._output[1]} before: micro-batches of one shape must give outputs "
+                "of one shape"
+            )
+        self._output = found
+        return output.contiguous()  # it is sent as it lies
+
+
+@dataclasses.dataclass
+class _Update:
+    """What one update, or one evaluation, is about and has found."""
+
+    feed: Feed | None = None
+    weight: float = 1.0
+    """Of each token's loss."""
+    measure: bool = False
+    micro_batches: Sequence[Batch] = ()
+    total: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    """Sum over the tokens of this pipeline, on its last stage."""
+    loss: float = math.nan
+    norm: float = math.nan
+
+
+def _layers_by_stage(layers: LayerList, stages: Sequence[Sequence[str]]) -> list[list[Layer]]:
+    """The layers of each stage, in the order in which they run."""
+    found: list[list[Layer]] = []
+    rest = list(layers.layers)
+    for number, names in enumerate(stages):
+        own = []
+        while rest and set(rest[0].modules) <= set(names):
+            own.append(rest.pop(0))
+        if {name for layer in own for name in layer.modules} != set(names):
+            raise EngineError(
+                f"stage {number} of the plan owns {', '.join(names)}, which are not consecutive layers of the model: "
+                "the plan was made for another model"
+            )
+        found.append(own)
+    if rest or not all(found):
+        where = f"it leaves out {rest[0].modules[0]!r}" if rest else "it has an empty stage"
+        raise EngineError(f"the stages of the plan do not fit the layers of the model: {where}")
+    return found
+
+
+def _pairs(micro_batches: Sequence[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+    return ((batch["input_ids"], batch["labels"]) for batch in micro_batches)
+
+
+def _described(value: object) -> str:
+    return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
