@@ -56,6 +56,9 @@ class StageModule(PipelineModule):
     ) -> None:
         self._counts = [len(functions) for functions in layers]
         self._shared = tuple(shared)
+        self._loss = loss
+        self.labels: Tensor | None = None
+        """On the last stage, of the micro-batch that is run next."""
         # activation_checkpoint_interval stays 0, whatever is recomputed: with one, DeepSpeed would choose by class
         # names (pipe/module.py, _is_checkpointable) and from a cache of the interval before
         # (_precompute_checkpointable_values; deepspeedai/DeepSpeed#6881, #4274), and skip layers without a word.
@@ -63,7 +66,6 @@ class StageModule(PipelineModule):
             super().__init__(
                 layers=[function for functions in layers for function in functions],
                 num_stages=len(layers),
-                loss_fn=loss,
                 activation_checkpoint_interval=0,
             )
         # The model is registered now, so that the base class has neither moved nor renamed it.
@@ -75,11 +77,19 @@ class StageModule(PipelineModule):
                 one.weight.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs this stage's layers. Nothing is recomputed here: a plan has changed the model's own modules."""
+        """Runs this stage's layers; the last stage returns the loss.
+
+        Nothing is recomputed here: a plan has changed the model's own modules. The loss is a part of this, not a
+        ``loss_fn`` outside: BF16_Optimizer clears gradients when the backward reaches the module's output, and with
+        them those of a head that the loss function uses (runtime/engine.py, _backward_prologue).
+        """
         assert self.activation_checkpoint_interval == 0
         for function in self.forward_funcs:
             x = function(x)
-        return x
+        if self.stage_id < self.num_stages - 1:
+            return x
+        assert self.labels is not None
+        return self._loss(x, self.labels)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """What the engine adds up gradients of (pipe/engine.py, _exec_reduce_tied_grads)."""
@@ -106,6 +116,11 @@ class StageModule(PipelineModule):
 
 class Watcher(Protocol):
     """Is told what a pipeline engine does, between its instructions."""
+
+    @property
+    def weight(self) -> float:
+        """Factor of every micro-batch's loss for its backward; gradients are averaged over data ranks besides."""
+        ...
 
     def forward_ended(self, roots: Sequence[Tensor]) -> None:
         """After the forward of a micro-batch; ``roots`` are what the backward of every one in flight starts from."""
@@ -191,7 +206,9 @@ def _watch(engine: PipelineEngine, watcher: Watcher) -> None:
     original = dict(engine._INSTRUCTION_MAP)
 
     def forward(self: PipelineEngine, buffer_id: int) -> None:
+        self.module.labels = self.pipe_buffers["labels"][buffer_id]
         original[schedule.ForwardPass](self, buffer_id)
+        self.module.labels = None
         if self.module.training:
             outputs = [self.loss] if self.is_last_stage() else self.pipe_buffers["outputs"]
             watcher.forward_ended([output for output in outputs if output is not None])
@@ -200,7 +217,7 @@ def _watch(engine: PipelineEngine, watcher: Watcher) -> None:
         if self.is_last_stage():
             # What PipelineEngine does, but for the division by the number of micro-batches, which would only have to be
             # undone. And it frees what only stages before the last one free.
-            DeepSpeedEngine.backward(self, self.loss, scale_wrt_gas=False)
+            DeepSpeedEngine.backward(self, self.loss * watcher.weight, scale_wrt_gas=False)
             self.loss = self.loss.detach()
             self.pipe_buffers["outputs"][buffer_id] = self.pipe_buffers["labels"][buffer_id] = None
             self.fwd_outputs.clear()

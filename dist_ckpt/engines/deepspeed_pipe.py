@@ -184,6 +184,11 @@ class PipelineEngine(Engine):
         for name, tensor in pipe.pipe_buffers(self.deepspeed):
             yield "other", name, tensor
 
+    @property
+    def weight(self) -> float:
+        """Of each token's loss in this update."""
+        return self._update.weight
+
     def forward_ended(self, roots: Sequence[Tensor]) -> None:
         """Called between a forward and what follows; see :class:`~dist_ckpt.compat.deepspeed_pipe.Watcher`."""
         self.meter.after_forward(*roots)
@@ -247,7 +252,7 @@ class PipelineEngine(Engine):
     def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
         loss = self._layers.loss(self.model, output, labels)
         self._update.total += loss.detach().double().cpu()
-        return loss * self._update.weight
+        return loss
 
     def _expect(self, shape: tuple[int, ...]) -> None:
         """Has the stages size their receive buffers anew if micro-batches have another shape than those before."""

@@ -168,14 +168,8 @@ class Transformer(nn.Module):
     def pipeline_layers(self) -> LayerList:
         """The embedding, the blocks, and the last norm with the head: what stages of a pipeline are made of."""
         blocks = [Layer((f"layers.{number}",), partial(_block, number=number)) for number in range(len(self.layers))]
-        return LayerList(
-            (
-                Layer(("tok_embeddings", "dropout"), lambda model, ids: model.dropout(model.tok_embeddings(ids))),
-                *blocks,
-                Layer(("norm", "output"), lambda model, x: model.norm(x)),
-            ),
-            loss=lambda model, x, labels: model._loss(x, labels),
-        )
+        layers = (Layer(("tok_embeddings", "dropout"), _embed), *blocks, Layer(("norm", "output"), _normalize))
+        return LayerList(layers, _loss_of_normalized)
 
     def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
         """Summed cross-entropy of the last norm's output; x: (batch, seq, d_model); fp32 scalar."""
@@ -190,6 +184,12 @@ class Transformer(nn.Module):
         return torch.stack(losses).sum()
 
 
+def _embed(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """The model's first layer in a pipeline; (batch, seq) int64 → (batch, seq, d_model)."""
+    assert isinstance(model, Transformer)
+    return model.dropout(model.tok_embeddings(input_ids))
+
+
 def _block(model: nn.Module, x: Tensor, number: int) -> Tensor:
     """One block of a model of which others may be missing."""
     assert isinstance(model, Transformer)
@@ -197,6 +197,16 @@ def _block(model: nn.Module, x: Tensor, number: int) -> Tensor:
     block = model.get_submodule(f"layers.{number}")  # an index would count those that are left
     out: Tensor = block(x, model.rope_cos[:seq], model.rope_sin[:seq])
     return out
+
+
+def _normalize(model: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(model, Transformer)
+    return model.norm(x)
+
+
+def _loss_of_normalized(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    assert isinstance(model, Transformer)
+    return model._loss(x, labels)
 
 
 def _token_loss(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
