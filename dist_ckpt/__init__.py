@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt.cost import PlanCost, plan_cost
     from dist_ckpt.errors import DistCkptError, PlanError
+    from dist_ckpt.guards.accumulation import guard_accumulation
     from dist_ckpt.memory.meter import MemoryMeter, gather_report
     from dist_ckpt.memory.records import MemoryReport, RankMemory
     from dist_ckpt.names import named_parameters
@@ -28,6 +29,7 @@ _HOMES = {
     "MemoryMeter": "memory.meter",
     "MemoryReport": "memory.records",
     "gather_report": "memory.meter",
+    "guard_accumulation": "guards.accumulation",
     "RankMemory": "memory.records",
     "named_parameters": "names",
     "OpRule": "plan",
@@ -60,6 +62,7 @@ __all__ = [
     "apply",
     "apply_plan",
     "gather_report",
+    "guard_accumulation",
     "make_plan",
     "named_parameters",
     "plan_cost",

@@ -6,13 +6,17 @@ DeepSpeed.
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from dist_ckpt.errors import EngineError
 
@@ -32,6 +36,7 @@ def start(device: torch.device) -> None:
     assert dist.is_initialized(), "DeepSpeed joins a process group that exists"
     deepspeed = load()
     _set_accelerator(device)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed takes a rank's device from it
     from deepspeed import comm
 
     if comm.comm.cdb is None:
@@ -100,3 +105,41 @@ def _set_accelerator(device: torch.device) -> None:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     set_accelerator(CPU_Accelerator())
+
+
+def build(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], device: torch.device) -> Any:
+    """``deepspeed.initialize`` for a model with memory of its own; :func:`start` comes before it.
+
+    Under ZeRO-3 the model may lie in host memory: parameters move to the device one by one, each to be partitioned
+    there before the next (``initialize`` would first move the whole model, runtime/engine.py,
+    _configure_distributed_model).
+    """
+    deepspeed = load()
+    data = copy.deepcopy(dict(config))
+    if data.get("zero_optimization", {}).get("stage") == 3:
+        if data.get("bf16", {}).get("enabled"):
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        deepspeed.zero.Init(module=model, config_dict_or_path=data)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=data)[0]
+
+
+def close(engine: Any) -> None:
+    """Ends an engine of :func:`build`, so that its model can be used and freed.
+
+    ``destroy()`` leaves the root module on a global stack (runtime/zero/parameter_offload.py, FWD_MODULE_STACK), and
+    ``torch.nn.functional.linear`` replaced after ZeRO-3 (runtime/zero/partition_parameters.py,
+    _enable_mem_efficient_linear).
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    engine.destroy()
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not engine.module]
+    if hasattr(Patches, "linear_bk"):
+        torch.nn.functional.linear = Patches.linear_bk

@@ -45,13 +45,18 @@ _GRADS_OF_PARAMETER = ("grad_accum", "_hp_grad")
 
 
 @functools.cache
-def _is_engine_class(kind: type[Any]) -> bool:
-    return any(c.__name__ == "DeepSpeedEngine" and c.__module__.startswith("deepspeed.") for c in kind.__mro__)
+def _engine_classes(kind: type[Any]) -> frozenset[str]:
+    return frozenset(c.__name__ for c in kind.__mro__ if c.__module__.startswith("deepspeed."))
 
 
 def is_engine(model: Any) -> bool:
     """Whether this is what ``deepspeed.initialize`` returns for a model."""
-    return _is_engine_class(type(model))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+    return "DeepSpeedEngine" in _engine_classes(type(model))  # type: ignore[arg-type]
+
+
+def is_pipeline(engine: Any) -> bool:
+    """Whether an engine runs a pipeline, of which one call is a whole update."""
+    return "PipelineEngine" in _engine_classes(type(engine))  # type: ignore[arg-type]
 
 
 def stage_of(engine: Any) -> int:
@@ -134,9 +139,9 @@ def _held(optimizer: Any, attributes: tuple[str, ...]) -> Iterator[tuple[str, Te
 
 
 def local_grad(parameter: Any) -> Tensor | None:
-    """This rank's part of a parameter's gradient between the last backward of an update and its step.
+    """A parameter's gradient between the last backward of an update and its step: under ZeRO this rank's part of it.
 
-    ``None`` where there is none, or where the rank holds no part of it. Its shape is the parameter's or flat.
+    ``None`` where there is none, or where the rank holds no part of it. Its shape is the parameter's, or flat.
     """
     if getattr(parameter, "_hp_grad", None) is not None:  # BF16_Optimizer keeps a low-precision one as well
         held: Tensor = parameter._hp_grad
@@ -160,3 +165,32 @@ def _grad_under_zero3(parameter: Any) -> Tensor | None:
         return None
     held: Tensor = optimizer.get_local_fp32_grad_for_param(parameter)
     return held
+
+
+def keeps_no_norm(engine: Any) -> bool:
+    """Whether the engine steps the plain optimizer and clips by itself: stage 0 in fp32 (``_take_model_step``)."""
+    return engine.optimizer is engine.basic_optimizer
+
+
+def has_backward_hooks(engine: Any) -> bool:
+    """Whether the engine calls what :mod:`dist_ckpt.guards.accumulation` stands in for (runtime/engine.py)."""
+    names = ("_backward_prologue", "_backward_epilogue", "inside_no_sync_ctxt", "_is_gradient_accumulation_boundary")
+    return all(hasattr(engine, name) for name in names)
+
+
+def counts_micro_batches(engine: Any) -> bool:
+    """Whether boundaries follow a count or what the caller sets; if not, each ``step()`` is one."""
+    return bool(engine.managed_gradient_accumulation())
+
+
+def boundary_is_set(engine: Any) -> bool:
+    """Whether the caller says in which backward an update ends, with ``set_gradient_accumulation_boundary``."""
+    return engine._is_gradient_accumulation_boundary is not None
+
+
+def defers_reduction(engine: Any) -> bool:
+    """Whether a backward that ends now leaves gradients where they are, whatever the count says."""
+    if getattr(engine.optimizer, "_coalesce_grad_reduction", False):
+        return True
+    # In no_sync(), the hooks of ZeRO-1 reduce nonetheless.
+    return bool(engine.inside_no_sync_ctxt) and stage_of(engine) == 0

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_ckpt.batch import Batch
+from dist_ckpt.compat import zero
 from dist_ckpt.compat.torch import local_tensor
 from dist_ckpt.cost import fake_training, without_memory
 from dist_ckpt.errors import PlanError
@@ -59,7 +60,7 @@ class LostGradients:
             PlanError: on every rank: the plan has lost gradients.
         """
         # A rank that holds nothing of a parameter has nothing to say about it.
-        held = {name: p for name, p in named_parameters(model) if local_tensor(p.detach()).numel() > 0}
+        held = {name: p for name, p in named_parameters(model) if zero.is_partitioned(p) or _numel(p) > 0}
         if with_gradient is None:
             with_gradient = {name for name, p in held.items() if p.grad is not None}
         trained = self._trained
@@ -92,6 +93,10 @@ class LostGradients:
                 return None
             found |= {name for name, p in named_parameters(fake) if p.grad is not None}
         return found
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return local_tensor(parameter.detach()).numel()
 
 
 def _on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dist_ckpt.compat import zero
 from dist_ckpt.compat.torch import local_tensor
 from dist_ckpt.flops import count_flops
 from dist_ckpt.memory.activations import saved_bytes
@@ -178,7 +179,7 @@ class Observer:
         self.backward_ended()
         for name, parameter in named_parameters(self._model):
             if parameter.requires_grad:
-                grad = parameter.grad
+                grad = zero.local_grad(parameter)
                 self.seen.grads[name] = None if grad is None else local_tensor(grad).detach().clone()
         self.seen.buffers = {name: local_tensor(buffer).detach().clone() for name, buffer in named_buffers(self._model)}
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from dist_ckpt.compat.torch import Frame
+from dist_ckpt.compat.torch import Frame, version_witness, weak_storage
 from dist_ckpt.guards.ambient import Ambient
 from dist_ckpt.guards.arguments import Arguments
 from dist_ckpt.plan import Region
@@ -54,36 +54,44 @@ class Part:
 
 
 class Handle:
-    """Recognises a tensor, without keeping it alive.
+    """Recognises a tensor, without keeping it or its memory alive.
 
-    A sharding hook may put an alias in a tensor's place (FSDP2 passes a block's inputs through an autograd function),
-    so it is the same memory with the same contents that counts, not the same object.
+    A sharding hook may put an alias in a tensor's place, after which nobody holds the tensor itself (FSDP2 and ZeRO-3
+    pass a block's inputs and outputs through autograd functions), so it is the same memory with the same contents that
+    counts, not the same object.
     """
 
     def __init__(self, leaf: Any) -> None:
-        self._tensor = weakref.ref(leaf) if isinstance(leaf, Tensor) else None
-        self._version = leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+        is_tensor = isinstance(leaf, Tensor) and not leaf.is_inference()
+        self._tensor = weakref.ref(leaf) if is_tensor else None
+        self._version = leaf._version if is_tensor else 0
+        self._look: tuple[Any, ...] | None = None
+        if is_tensor and _is_plain(leaf):
+            self._witness, self._storage, self._look = version_witness(leaf), weak_storage(leaf), _look(leaf)
 
     def matches(self, other: Tensor) -> bool:
         """Whether ``other`` is this tensor, unedited, and needs a gradient as it does."""
-        tensor = self._tensor() if self._tensor is not None else None
-        if tensor is None or tensor.is_inference() or tensor._version != self._version:
+        if self._tensor is not None and self._tensor() is other:
+            return other._version == self._version
+        if self._look is None or self._witness._version != self._version:
             return False
-        return tensor is other or _is_alias(tensor, other)
+        return _is_plain(other) and not other.is_inference() and _look(other) == self._look
 
 
-def _is_alias(one: Tensor, other: Tensor) -> bool:
-    if type(one) is not type(other) or type(one) not in (Tensor, torch.nn.Parameter):
-        return False  # what a subclass does with its storage is its own affair
-    if one.layout is not torch.strided or other.layout is not torch.strided:
-        return False
+def _is_plain(tensor: Tensor) -> bool:
+    """What a subclass does with its storage is its own affair."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    """What tensors have in common that are the same memory, seen alike."""
     return (
-        one.untyped_storage()._cdata == other.untyped_storage()._cdata
-        and one.storage_offset() == other.storage_offset()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-        and one.requires_grad == other.requires_grad
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.requires_grad,
     )
 
 
