@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dist_ckpt.errors import PlanError, choices
-from dist_ckpt.policy import telling_options
+from dist_ckpt.policy import described
 
 SCHEMA = 2
 
 Action = Literal["save", "recompute", "offload"]
 Inputs = Literal["keep", "offload"]
 DeterminismCheck = Literal["default", "none"]
+
+Stages = tuple[tuple[str, ...], ...]
+"""For each stage of a pipeline, in order, the names of the modules that it owns; a tied module has several owners."""
 
 EVERYTHING = "*"
 """As the operation of an ``offload`` rule: whatever a forward saves for backward."""
@@ -162,7 +165,8 @@ class Plan:
 
     blocks: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
-    stages: tuple[tuple[str, ...], ...] = ()
+    stages: Stages = ()
+    """Of a pipeline; no region crosses a boundary."""
     matched: tuple[tuple[str, int], ...] = ()
     """For each pattern of the policy, how many modules it matched."""
     unmatched: tuple[str, ...] = ()
@@ -171,7 +175,73 @@ class Plan:
     policy: Mapping[str, Any] = field(default_factory=lambda: {"mode": "none"})
     notes: tuple[str, ...] = ()
     """What whoever reads the plan should know: regions that were left out, how a length was found."""
+    planned_for: Stages = ()
+    """The stages that the policy was planned for, where the plan was cut for others since."""
+    stage: int | None = None
+    """Of a part of a plan: which stage it is about."""
     schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            return
+        for what, names in (
+            *((f"the block {block!r}", (block,)) for block in self.blocks),
+            *((f"the region of {' + '.join(region.modules)}", region.modules) for region in self.regions),
+        ):
+            if not _common_stages(names, self.stages):
+                parts = {n for name in names for n in _parts_of(name, self.stages)}
+                where = f"lies in stages {' and '.join(map(str, sorted(parts)))}" if parts else "lies in no stage"
+                raise PlanError(f"{what} {where}: {_OWNED}")
+
+    def cut(self, stages: Stages) -> Plan:
+        """This plan for a pipeline of other stages, or for a model without any.
+
+        Segments that cross a boundary are split there, nested ones too; what is recomputed stays the same.
+
+        Raises:
+            PlanError: a block or a module that is recomputed lies in no stage, or in several; a part of a plan.
+        """
+        if self.stage is not None:
+            raise PlanError(f"this is the part of stage {self.stage} alone: cut the whole plan")
+        if stages == self.stages:
+            return self
+        original = self.planned_for or self.stages
+        if not stages:
+            return dataclasses.replace(self, stages=(), planned_for=original)
+        regions = tuple(piece for region in self.regions for piece in _split(region, stages))
+        split = [region for region in self.all_regions() if len(_spans(region.modules, stages)) > 1]
+        notes = (f"split at a boundary of stages: {' + '.join(fold_names(region.modules))}" for region in split)
+        return dataclasses.replace(
+            self,
+            regions=regions,
+            stages=stages,
+            planned_for=() if stages == original else original,
+            notes=tuple(dict.fromkeys((*self.notes, *notes))),
+        )
+
+    def part(self, stage: int) -> Plan:
+        """What concerns one stage, for :func:`~dist_ckpt.apply_plan` on a model that has this stage's modules alone.
+
+        Raises:
+            PlanError: there is no such stage.
+        """
+        if not (self.stage is None and 0 <= stage < len(self.stages)):
+            raise PlanError(f"no part for stage {stage}: this plan has {len(self.stages)} stages" + self._whose)
+
+        def is_here(names: tuple[str, ...]) -> bool:
+            return stage in _common_stages(names, self.stages)
+
+        return dataclasses.replace(
+            self,
+            stage=stage,
+            blocks=tuple(name for name in self.blocks if is_here((name,))),
+            unmatched=tuple(name for name in self.unmatched if is_here((name,))),
+            regions=tuple(region for region in self.regions if is_here(region.modules)),
+        )
+
+    @property
+    def _whose(self) -> str:
+        return f" and is the part of stage {self.stage}" if self.stage is not None else ""
 
     def all_regions(self) -> Iterator[Region]:
         """Every region, nested ones included."""
@@ -207,6 +277,8 @@ class Plan:
                 blocks=_names(data["blocks"]),
                 regions=tuple(_region(r) for r in data["regions"]),
                 stages=tuple(_names(s) for s in data["stages"]),
+                planned_for=tuple(_names(s) for s in data.get("planned_for", ())),
+                stage=_stage(data.get("stage")),
                 matched=tuple((str(pattern), int(count)) for pattern, count in data["matched"]),
                 unmatched=_names(data["unmatched"]),
                 repairs=_names(data["repairs"]),
@@ -221,18 +293,94 @@ class Plan:
             raise PlanError(f"not a plan: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in telling_options(self.policy).items())
-        mode = self.policy.get("mode", "none")
-        named = "by hand" if self.regions and mode == "none" else mode
-        head = f"plan: {named}" + (f" ({options})" if options else "")
-        lines = [f"{head}, {len(self.regions)} regions in {len(self.blocks)} blocks"]
+        by_hand = self.regions and self.policy.get("mode", "none") == "none"
+        named = "by hand" if by_hand else described(self.policy)
+        lines = [f"plan: {named}, {len(self.regions)} regions in {len(self.blocks)} blocks{self._of_stages}"]
+        lines += [f"  stage {n}    {line}" for n, line in enumerate(self._stage_lines()) if self.stage in (None, n)]
         lines += [f"  matched    {pattern}: {count} modules" for pattern, count in self.matched]
         lines += [f"  blocks     {name}" for name in fold_names(self.blocks)]
         lines += list(_describe(self.regions, indent="  "))
         lines += [f"  kept whole {name}" for name in fold_names(self.unmatched)]
         lines += [f"  repair     {repair}" for repair in self.repairs]
         lines += [f"  note       {note}" for note in self.notes]
+        if self.planned_for:
+            lines.append(f"  note       planned for {_count(self.planned_for)}, cut for {_count(self.stages)}")
         return "\n".join(lines)
+
+    @property
+    def _of_stages(self) -> str:
+        if not self.stages:
+            return ""
+        return f", {_count(self.stages)}" if self.stage is None else f", stage {self.stage} of {len(self.stages)}"
+
+    def _stage_lines(self) -> Iterator[str]:
+        """What each stage owns, and its policy where stages have their own."""
+        policies = self.policy.get("per_stage", ()) if not self.planned_for else ()
+        for stage, names in enumerate(self.stages):
+            policy = policies[stage] if stage < len(policies) else None
+            owned = ", ".join(fold_names(names)) or "no module"
+            yield owned if policy is None else f"{owned}: {described(policy)}"
+
+
+def stages_of(name: str, stages: Stages) -> tuple[int, ...]:
+    """The stages that own a module, or one around it: none for what is part of no layer, several for a tied module."""
+    return tuple(n for n, owned in enumerate(stages) if any(name == one or name.startswith(f"{one}.") for one in owned))
+
+
+_OWNED = "one stage has to own it as a whole, so choose another engine.partition or other ckpt.blocks"
+
+
+def _common_stages(names: tuple[str, ...], stages: Stages) -> set[int]:
+    """The stages that own all of some modules."""
+    return set.intersection(*(set(stages_of(name, stages)) for name in names))
+
+
+def _spans(names: tuple[str, ...], stages: Stages) -> list[tuple[str, ...]]:
+    """Consecutive modules, by stage."""
+    spans: list[list[str]] = []
+    common: set[int] = set()
+    for name in names:
+        owners = set(stages_of(name, stages))
+        if not owners:
+            raise PlanError(f"{name!r} lies in no stage: {_OWNED}")
+        if common & owners:
+            spans[-1].append(name)
+            common &= owners
+        else:
+            spans.append([name])
+            common = owners
+    return [tuple(span) for span in spans]
+
+
+def _split(region: Region, stages: Stages) -> Iterator[Region]:
+    """The region's pieces in each stage, with the pieces of the regions nested in it."""
+    spans = _spans(region.modules, stages)
+    if len(spans) == 1:
+        yield region
+        return
+    pieces = [piece for inner in region.inner for piece in _split(inner, stages)]
+    for span in spans:
+        inside = tuple(piece for piece in pieces if all(_is_inside(name, span) for name in piece.modules))
+        same = next((piece for piece in inside if piece.modules == span), None)
+        if same is None:
+            yield dataclasses.replace(region, modules=span, inner=inside)
+        else:  # what is left of the outer region is the inner one, which now waits for backward as the outer one did
+            save = dataclasses.replace(same.save, inputs=region.save.inputs)
+            yield dataclasses.replace(same, save=save, inner=(*same.inner, *(p for p in inside if p is not same)))
+
+
+def _is_inside(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _count(stages: Stages) -> str:
+    return f"{len(stages)} stages" if stages else "a model without stages"
+
+
+def _parts_of(name: str, stages: Stages) -> tuple[int, ...]:
+    """The stages that own a module, one around it, or modules in it."""
+    inside = (n for n, owned in enumerate(stages) if any(one.startswith(f"{name}.") for one in owned))
+    return stages_of(name, stages) or tuple(inside)
 
 
 def fold_names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -283,6 +431,12 @@ def _options(region: Region) -> str:
 
 def _names(values: list[str]) -> tuple[str, ...]:
     return tuple(str(v) for v in values)
+
+
+def _stage(stage: Any) -> int | None:
+    if stage is not None and type(stage) is not int:
+        raise PlanError(f"not a plan: stage {stage!r} is no number of a stage")
+    return stage
 
 
 def _region(data: Mapping[str, Any]) -> Region:  # an unknown field raises TypeError

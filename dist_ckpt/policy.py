@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -238,6 +238,40 @@ class ReplayPolicy(Policy):
     """The file. Its blocks must be those of the model."""
 
 
+@dataclass(frozen=True)
+class PerStagePolicy(Policy):
+    """A policy of its own for each stage of a pipeline.
+
+    The first stage holds the most micro-batches at a time and so gains the most from recomputing; the last one holds
+    one, and gains nothing.
+    """
+
+    mode: ClassVar[str] = "per_stage"
+
+    per_stage: tuple[Policy, ...] = ()
+    """One policy a stage, in order: a mode name, or a mode with its options, as in
+    ``[full, {mode: nested, k: 2}, none, none]``. A stage without blocks takes ``none``."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.per_stage, (str, Mapping)) or not isinstance(self.per_stage, Sequence):
+            raise PlanError(
+                f"ckpt.per_stage={self.per_stage!r}: must be a list with a policy for each stage, as in "
+                "[full, {mode: selective}, none, none]"
+            )
+        policies = []
+        for stage, spec in enumerate(self.per_stage):
+            try:
+                policies.append(policy_from(spec))
+            except PlanError as error:
+                raise PlanError(f"ckpt.per_stage[{stage}]: {error}") from None
+            if isinstance(policies[-1], (PerStagePolicy, ReplayPolicy)):
+                raise PlanError(
+                    f"ckpt.per_stage[{stage}]: mode {policies[-1].mode!r} is about all stages, not about one; "
+                    f"{choices('', set(POLICIES) - {PerStagePolicy.mode, ReplayPolicy.mode})}"
+                )
+        object.__setattr__(self, "per_stage", tuple(policies))
+
+
 POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
     {
         cls.mode: cls
@@ -252,6 +286,7 @@ POLICIES: Mapping[str, type[Policy]] = types.MappingProxyType(
             NestedPolicy,
             OffloadPolicy,
             ReplayPolicy,
+            PerStagePolicy,
         )
     }
 )
@@ -284,7 +319,8 @@ def policy_from(spec: PolicySpec) -> Policy:
             + "; apply_plan(model, plan) applies a plan" * (type(spec).__name__ == "Plan")
         )
     options = {str(k): spec[k] for k in spec}
-    mode = options.pop("mode", None)
+    alone = PerStagePolicy.mode if PerStagePolicy.mode in options else None  # no other mode has that key
+    mode = options.pop("mode", alone)
     cls = Policy if mode is None else _policy_class(str(mode))
     valid = _options(cls)
     for key in options:
@@ -314,8 +350,15 @@ def telling_options(policy: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in policy.items()
-        if name != "mode" and (value != defaults.get(name) or not (name in common or value in silent))
+        if name not in ("mode", "per_stage")
+        and (value != defaults.get(name) or not (name in common or value in silent))
     }
+
+
+def described(policy: Mapping[str, Any]) -> str:
+    """A policy as :meth:`Policy.to_dict` wrote it, for a line of text: ``nested (k=2, inner=block)``."""
+    options = ", ".join(f"{name}={value}" for name, value in telling_options(policy).items())
+    return str(policy.get("mode", "none")) + (f" ({options})" if options else "")
 
 
 def listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -324,7 +367,11 @@ def listed(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value.value if isinstance(value, Choice) else value
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Policy):
+        return value.to_dict()
+    return value.value if isinstance(value, Choice) else value
 
 
 def _policy_class(mode: str) -> type[Policy]:

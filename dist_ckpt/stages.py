@@ -43,9 +43,7 @@ class LayerList:
 
 def token_loss(output: Tensor, labels: Tensor) -> Tensor:
     """Summed cross-entropy in nats, an fp32 scalar; output: (…, classes), labels: (…) int64."""
-    return F.cross_entropy(
-        output.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    return F.cross_entropy(output.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def layers_of(model: nn.Module, loss: OutputLoss | None = None) -> LayerList:
@@ -125,16 +123,22 @@ def layers_by_stage(layers: LayerList, stages: Stages) -> tuple[tuple[Layer, ...
     """The layers of each stage.
 
     Raises:
-        EngineError: a layer that no stage owns, or stages in another order than the model's.
+        EngineError: the stages are not made of these layers in their order.
     """
     found: list[list[Layer]] = [[] for _ in stages]
-    at = 0
+    at, missing = 0, set(stages[0])
     for layer in layers.layers:
-        owners = [n for n in range(at, len(stages)) if all(name in stages[n] for name in layer.modules)]
-        if not owners:
-            raise EngineError(f"the layer of {' + '.join(layer.modules)} belongs to no stage, or to an earlier one")
-        at = owners[0]
+        # A tied module's name stands in several stages: a complete stage goes on only where the next cannot start.
+        if not missing and at + 1 < len(stages) and stages[at + 1][: len(layer.modules)] == layer.modules:
+            at, missing = at + 1, set(stages[at + 1])
+        if strange := [name for name in layer.modules if name not in stages[at]]:
+            raise EngineError(
+                f"the stages are not those of this model's layers: stage {at} does not own {strange[0]!r}"
+            )
         found[at].append(layer)
+        missing -= set(layer.modules)
+    if missing or at + 1 < len(stages):
+        raise EngineError(f"the stages are not those of this model's layers: they end within stage {at}")
     return tuple(map(tuple, found))
 
 
@@ -142,7 +146,7 @@ def shared_parameters(model: nn.Module, stages: Stages) -> Mapping[str, tuple[in
     """Parameters that more than one stage holds (tied weights), each by its first name → those stages."""
     names: dict[nn.Parameter, str] = {}
     holders: dict[nn.Parameter, dict[int, None]] = {}
-    for prefix, module in named_modules(model):
+    for prefix, module in unwrap(model).named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
@@ -192,7 +196,7 @@ def _balanced(layers: LayerList, model: nn.Module, stages: int) -> tuple[int, ..
             seen.update(parameters)
             row.append(total)
         sizes.append(row)
-    Cut = tuple[int, int, tuple[int, ...]]  # noqa: N806  (largest stage, sum of squares, first layers)
+    Cut = tuple[int, int, tuple[int, ...]]
     best: list[Cut | None] = [None, *((sizes[0][stop], sizes[0][stop] ** 2, (0,)) for stop in range(1, count + 1))]
     for _ in range(1, stages):
         longer: list[Cut | None] = [None] * (count + 1)

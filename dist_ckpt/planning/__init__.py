@@ -9,10 +9,12 @@ from typing import Any, overload
 
 from torch import nn
 
-from dist_ckpt.blocks import find_blocks
+from dist_ckpt.blocks import class_name, find_blocks
+from dist_ckpt.compat.pipeline_module import is_pipeline_module, stages_of_pipeline, whole_pipeline
 from dist_ckpt.cost import LossFn, ModelInput
 from dist_ckpt.errors import PlanError
-from dist_ckpt.plan import Plan, fold_names
+from dist_ckpt.names import unwrap
+from dist_ckpt.plan import Plan, Stages, fold_names, stages_of
 from dist_ckpt.planning.every_k import plan_every_k
 from dist_ckpt.planning.first_n import plan_first_n
 from dist_ckpt.planning.full import plan_full
@@ -22,6 +24,7 @@ from dist_ckpt.planning.measure import freed_bytes, measure_blocks
 from dist_ckpt.planning.nested import plan_nested
 from dist_ckpt.planning.offload import plan_offload
 from dist_ckpt.planning.options import with_options
+from dist_ckpt.planning.per_stage import plan_per_stage
 from dist_ckpt.planning.planned import Planned, Target
 from dist_ckpt.planning.repairs import fire_again, repairs
 from dist_ckpt.planning.replay import read_plan
@@ -35,6 +38,7 @@ from dist_ckpt.policy import (
     FullPolicy,
     NestedPolicy,
     OffloadPolicy,
+    PerStagePolicy,
     Policy,
     PolicySpec,
     RecomputePolicy,
@@ -62,33 +66,63 @@ _PLANNERS: Mapping[type[Policy], Callable[[Target, Any], Planned]] = types.Mappi
 
 
 def make_plan(
-    model: nn.Module, policy: PolicySpec, batch: ModelInput | None = None, loss_fn: LossFn | None = None
+    model: nn.Module,
+    policy: PolicySpec,
+    batch: ModelInput | None = None,
+    loss_fn: LossFn | None = None,
+    stages: Stages = (),
 ) -> Plan:
     """The plan that a policy means for a model. The model is only looked at, and may live on the meta device.
 
     Args:
+        model: whole, whatever pipeline it is for; or a DeepSpeed ``PipelineModule``, whose plan is the same on every
+            rank.
         policy: a mode name, a mapping with ``mode`` (a dict or an OmegaConf node), a policy object, or ``None``.
         batch: a micro-batch, as :func:`~dist_ckpt.plan_cost` takes it, for policies that measure: ``min_bytes`` and
             ``k: sqrt``. Only shapes and dtypes matter.
         loss_fn: (model, batch) → scalar loss, where the model does not return one itself.
+        stages: of a pipeline, as :func:`~dist_ckpt.stages.partition` makes them. The policy is planned within each:
+            segments and counts of blocks start anew, and none crosses a boundary.
 
     Raises:
-        PlanError: an unknown mode or option; blocks or patterns that match nothing; no batch where one is needed.
+        PlanError: an unknown mode or option; blocks or patterns that match nothing; no batch where one is needed;
+            stages that are not the model's, or that cut a block.
     """
     asked = policy_from(policy)
+    if any(is_pipeline_module(inside) for inside in model.modules()):
+        model, stages = _whole_pipeline(model, batch, stages)
+    _refuse_other_stages(model, stages)
     if isinstance(asked, ReplayPolicy):
-        return read_plan(model, asked)
+        return read_plan(model, asked, stages)
+    if isinstance(asked, PerStagePolicy):
+        return plan_per_stage(asked, stages, functools.partial(_plan, model, batch, loss_fn, stages))
+    return _plan(model, batch, loss_fn, stages, asked)
+
+
+def _plan(
+    model: nn.Module,
+    batch: ModelInput | None,
+    loss_fn: LossFn | None,
+    stages: Stages,
+    asked: Policy,
+    stage: int | None = None,
+) -> Plan:
+    """The plan of one policy for all stages, or for one of them."""
     if not isinstance(asked, BlockPolicy):
-        return Plan(policy=asked.to_dict())
+        return Plan(policy=asked.to_dict(), stages=stages)
     if asked.min_bytes and batch is None:
         raise PlanError(f"ckpt.min_bytes={asked.min_bytes} needs a batch to measure regions on: make_plan(…, batch)")
-    blocks = find_blocks(model, asked.blocks)
+    blocks = Plan(blocks=find_blocks(model, asked.blocks), stages=stages).blocks  # which refuses one that is cut
+    if stage is not None:
+        blocks = tuple(block for block in blocks if stage in stages_of(block, stages))
+        if not blocks:
+            raise PlanError(f"stage {stage} has no blocks, only {', '.join(fold_names(stages[stage])) or 'functions'}")
     excluded = _excluded(model, asked.exclude, blocks)
     chosen = tuple(block for block in blocks if block not in excluded)
     if not chosen:
         raise PlanError(f"ckpt.exclude={asked.exclude!r} leaves no block; ask for mode 'none'")
     measured = functools.partial(measure_blocks, model, batch, loss_fn) if batch is not None else None
-    planned = _PLANNERS[type(asked)](Target(model, chosen, measured), asked)
+    planned = _PLANNERS[type(asked)](Target(model, chosen, stages if stage is None else (), measured), asked)
     regions = planned.regions
     if isinstance(asked, RecomputePolicy):
         regions = tuple(with_options(region, asked) for region in regions)
@@ -102,12 +136,40 @@ def make_plan(
     return Plan(
         blocks=blocks,
         regions=regions,
+        stages=stages,
         matched=tuple((_matches(model, asked) | dict(planned.matched)).items()),
         repairs=repairs(model, regions),
         unmatched=tuple(b for b in blocks if not any(c == b or c.startswith(f"{b}.") for c in covered)),
         policy=asked.to_dict(),
         notes=notes + fire_again(model, regions),
     )
+
+
+def _whole_pipeline(model: nn.Module, batch: ModelInput | None, stages: Stages) -> tuple[nn.Module, Stages]:
+    """The modules of all stages of a DeepSpeed ``PipelineModule``, and how it is cut."""
+    if not is_pipeline_module(model):
+        raise PlanError(
+            f"this {class_name(model)} holds a DeepSpeed PipelineModule: give the PipelineModule itself, before "
+            "deepspeed.initialize"
+        )
+    if stages:
+        raise PlanError(f"this {class_name(model)} is cut into stages already: leave stages out")
+    if batch is not None:
+        raise PlanError(
+            f"this {class_name(model)} holds one stage, so that a batch cannot run through the whole model: leave the "
+            "batch out, and with it min_bytes; k: sqrt then takes √n"
+        )
+    return whole_pipeline(model), stages_of_pipeline(model)
+
+
+def _refuse_other_stages(model: nn.Module, stages: Stages) -> None:
+    modules = dict(unwrap(model).named_modules(remove_duplicate=False)) if stages else {}
+    for stage, names in enumerate(stages):
+        if unknown := [name for name in names if name not in modules]:
+            raise PlanError(
+                f"stage {stage} owns {unknown[0]!r}, which {class_name(unwrap(model))} does not have; stages are made "
+                "by dist_ckpt.stages.partition for this very model"
+            )
 
 
 @overload
@@ -126,7 +188,8 @@ def apply(model: Any, policy: PolicySpec, batch: ModelInput | None = None, loss_
     Args and errors are those of :func:`make_plan` and :func:`~dist_ckpt.apply_plan`.
 
     Returns:
-        The plan, for printing or saving. A function in place of a model comes back as :func:`recompute` makes it.
+        The plan, for printing or saving; that of a DeepSpeed ``PipelineModule`` is about all stages, of which this
+        rank's is applied. A function in place of a model comes back as :func:`recompute` makes it.
     """
     if callable(model) and not isinstance(model, nn.Module):
         return recompute(model, policy)

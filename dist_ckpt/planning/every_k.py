@@ -8,5 +8,5 @@ from dist_ckpt.policy import EveryKPolicy
 
 
 def plan_every_k(target: Target, policy: EveryKPolicy) -> Planned:
-    """Blocks 0, k, 2k, … recompute whole."""
-    return Planned(tuple(Region((block,)) for block in target.blocks[:: policy.k]))
+    """Blocks 0, k, 2k, … of each stage recompute whole."""
+    return Planned(tuple(Region((block,)) for _, blocks in target.by_stage() for block in blocks[:: policy.k]))

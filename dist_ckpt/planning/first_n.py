@@ -9,7 +9,13 @@ from dist_ckpt.policy import FirstNPolicy
 
 
 def plan_first_n(target: Target, policy: FirstNPolicy) -> Planned:
-    """The first n blocks recompute whole; raises PlanError where there are fewer."""
-    if policy.n > len(target.blocks):
-        raise PlanError(f"ckpt.n={policy.n}: there are {len(target.blocks)} blocks; mode 'full' recomputes them all")
-    return Planned(tuple(Region((block,)) for block in target.blocks[: policy.n]))
+    """The first n blocks of each stage recompute whole; raises PlanError where there are fewer."""
+    chosen: list[str] = []
+    for where, blocks in target.by_stage():
+        if policy.n > len(blocks):
+            other = "; mode 'per_stage' has an n for each" if where else ""
+            raise PlanError(
+                f"ckpt.n={policy.n}: there are {len(blocks)} blocks{where}; mode 'full' recomputes them all" + other
+            )
+        chosen += blocks[: policy.n]
+    return Planned(tuple(Region((block,)) for block in chosen))

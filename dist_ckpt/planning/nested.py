@@ -19,7 +19,7 @@ def plan_nested(target: Target, policy: NestedPolicy) -> Planned:
     Raises:
         PlanError: a pattern that matches nothing, or more than three levels.
     """
-    segments, notes = cut(target, policy, has_inner=True)
+    by_stage, notes = cut(target, policy, has_inner=True)
     patterns = listed(policy.inner)
     matched: dict[str, int] = {}
     names: dict[str, None] = {}
@@ -28,7 +28,9 @@ def plan_nested(target: Target, policy: NestedPolicy) -> Planned:
         names |= dict.fromkeys(found)
         matched |= counts
     save = SaveRule(ops=save_rules(listed(policy.save or ()), "save"))
-    regions = tuple(_segment(modules, _nest(list(names), modules, save)) for modules in segments)
+    regions = tuple(
+        _segment(modules, _nest(list(names), modules, save)) for segments in by_stage.values() for modules in segments
+    )
     deepest = max(region.depth for region in regions)
     if deepest > MOST_LEVELS:
         raise PlanError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from torch import nn
 
 from dist_ckpt.blocks import class_name
 from dist_ckpt.errors import PlanError
@@ -15,47 +17,49 @@ from dist_ckpt.policy import ConsecutivePolicy, SegmentsPolicy
 
 def plan_segments(target: Target, policy: SegmentsPolicy) -> Planned:
     """Consecutive blocks recompute as one; raises PlanError where ``skip_last`` leaves none."""
-    segments, notes = cut(target, policy)
-    kept = segments[:-1] if policy.skip_last else segments
-    if not kept:
-        raise PlanError(
-            f"ckpt.skip_last=true leaves no segment: ckpt.k={policy.k} makes {' + '.join(fold_names(segments[0]))} the "
-            "only one; use a smaller k, or ask for mode 'none'"
-        )
+    by_stage, notes = cut(target, policy)
+    for where, segments in by_stage.items() if policy.skip_last else ():
+        if len(segments) == 1:
+            raise PlanError(
+                f"ckpt.skip_last=true leaves no segment{where}: ckpt.k={policy.k} makes "
+                f"{' + '.join(fold_names(segments[0]))} the only one; use a smaller k, or ask for mode 'none'"
+            )
+    kept = [one for segments in by_stage.values() for one in (segments[:-1] if policy.skip_last else segments)]
     return Planned(tuple(Region(modules) for modules in kept), notes=notes)
 
 
 def cut(
     target: Target, policy: ConsecutivePolicy, has_inner: bool = False
-) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The segments, run by run of consecutive blocks, and a note on how their length was found.
+) -> tuple[Mapping[str, list[tuple[str, ...]]], tuple[str, ...]]:
+    """The segments of each stage, run by run of consecutive blocks, and notes on how their length was found.
 
     Args:
         has_inner: blocks keep little more than their inputs while their segment is recomputed.
     """
-    segments: list[tuple[str, ...]] = []
+    segments: dict[str, list[tuple[str, ...]]] = {}
     notes: dict[str, None] = {}
-    for run in runs(target):
-        k = policy.k
-        if isinstance(k, str):
-            k, note = _best_length(target, run, has_inner)
-            notes[note] = None
-        segments += [run[start : start + k] for start in range(0, len(run), k)]
+    for where, blocks in target.by_stage():
+        for run in _runs(target.model, blocks):
+            k = policy.k
+            if isinstance(k, str):
+                k, note = _best_length(target, run, has_inner)
+                notes[note] = None
+            segments.setdefault(where, []).extend(run[start : start + k] for start in range(0, len(run), k))
     return segments, tuple(notes)
 
 
-def runs(target: Target) -> Iterator[tuple[str, ...]]:
-    """Blocks that follow each other in one list, without an excluded one between them."""
+def _runs(model: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Blocks that follow each other in one list, without another one of their kind between them."""
     siblings: dict[str, list[str]] = {}
-    for block in target.blocks:
+    for block in blocks:
         siblings.setdefault(block.rpartition(".")[0], []).append(block)
-    for parent_name, parent in named_modules(target.model):
-        blocks = siblings.get(parent_name, [])
-        kinds = {class_name(child) for name, child in named_children(parent) if _full(parent_name, name) in blocks}
+    for parent_name, parent in named_modules(model):
+        here = siblings.get(parent_name, [])
+        kinds = {class_name(child) for name, child in named_children(parent) if _full(parent_name, name) in here}
         run: list[str] = []
         for name, child in named_children(parent):
             full = _full(parent_name, name)
-            if full in blocks:
+            if full in here:
                 run.append(full)
             elif run and class_name(child) in kinds:
                 yield tuple(run)

@@ -20,7 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dist_ckpt.policy import POLICIES
+from dist_ckpt.policy import POLICIES, Policy
 from dist_ckpt.trainer.config import Config
 from dist_ckpt.trainer.overrides import CONFIGS, GROUPS, group_choices
 from dist_ckpt.typed import alternatives, field_types, shown
@@ -192,7 +192,9 @@ def _type_name(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return " | ".join(kind.__members__)
     if typing.get_origin(kind) is tuple:
-        return "list of str"
+        return f"list of {_type_name(typing.get_args(kind)[0])}"
+    if issubclass(kind, Policy):
+        return "policy"
     return {int: "int", float: "float", bool: "true | false", str: "str"}[kind]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -75,4 +76,4 @@ def _unknown(key: str, valid: Mapping[str, Any], known: Mapping[str, Any]) -> st
 
 
 def _is_policy(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Policy)
+    return typing.get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Policy)

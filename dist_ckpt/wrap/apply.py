@@ -9,11 +9,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from dist_ckpt.compat.pipeline_module import allow_later_intervals, is_pipeline_module, refuse_later_intervals
 from dist_ckpt.errors import PlanError
 from dist_ckpt.guards.caches import leave_caches_alone, switch_off_caches
 from dist_ckpt.names import named_modules
 from dist_ckpt.plan import Plan, Region
 from dist_ckpt.wrap.checks import (
+    of_this_stage,
     refuse_other_checkpointing,
     refuse_other_model,
     refuse_unfit,
@@ -28,7 +30,8 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
     """Makes every region of the plan recompute, in place; checkpointing is non-reentrant throughout.
 
     Order: plan → apply → compile → shard. A model sharded by FSDP1 takes a plan too, one sharded by FSDP2 only a
-    plan without op rules.
+    plan without op rules. A model that has the modules of one pipeline stage alone takes ``plan.part(stage)``; a
+    DeepSpeed ``PipelineModule`` takes the whole plan, of which its stage is applied.
 
     Raises:
         PlanError: the model already recomputes (a plan was applied, torch's wrappers, or its own checkpointing), was
@@ -36,6 +39,8 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
     """
     refuse_other_checkpointing(model)
     refuse_what_outlives_an_outer_region(plan)
+    if is_pipeline_module(model):
+        plan = of_this_stage(model, plan)
     refuse_other_model(model, plan)
     modules = dict(named_modules(model))
     chosen: dict[nn.Module, Region] = {}
@@ -67,6 +72,8 @@ def apply_plan(model: nn.Module, plan: Plan) -> None:
             join_segment(modules[name], segment, position, offloader)
     if plan.regions:
         switch_off_caches(model)
+    if is_pipeline_module(model):
+        refuse_later_intervals(model)
 
 
 def _offloader(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> Offloader | None:
@@ -104,3 +111,4 @@ def remove_plan(model: nn.Module) -> None:
         if is_recomputed(module):
             restore_module(module)
     leave_caches_alone(model)
+    allow_later_intervals(model)
