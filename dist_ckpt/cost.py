@@ -24,16 +24,24 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from dist_ckpt.batch import Batch
+from dist_ckpt.blocks import class_name
+from dist_ckpt.compat.pipeline_module import is_pipeline_module
 from dist_ckpt.errors import PlanError
 from dist_ckpt.flops import count_flops
 from dist_ckpt.memory.activations import SavedBytes, saved_bytes
+from dist_ckpt.memory.records import byte_unit, format_bytes
 from dist_ckpt.names import unwrap
 from dist_ckpt.plan import Plan
+from dist_ckpt.schedule import in_flight
+from dist_ckpt.stages import Layer, LayerList, layers_by_stage
 from dist_ckpt.wrap.apply import apply_plan, remove_plan
 
 ModelInput = Mapping[str, Any] | Sequence[Any] | Tensor
 LossFn = Callable[[nn.Module, Any], Tensor]
 """(model, batch) → scalar loss."""
+_Measured = tuple[SavedBytes, int]
+"""What a step keeps, and its FLOPs."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,10 @@ def plan_cost(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn |
         raise PlanError(f"plan_cost takes a plan, not a {type(plan).__name__}: make_plan(model, policy) makes one")
     loss_fn = loss_fn or default_loss
     with_plan = _measure(model, plan, batch, loss_fn)
-    without = _measure(model, Plan(), batch, loss_fn) if plan.regions else with_plan
+    return _plan_cost(with_plan, _measure(model, Plan(), batch, loss_fn) if plan.regions else with_plan)
+
+
+def _plan_cost(with_plan: _Measured, without: _Measured) -> PlanCost:
     saved, flops = with_plan
     baseline_saved, baseline_flops = without
     return PlanCost(
@@ -124,6 +135,81 @@ def plan_cost(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn |
         opaque=saved.opaque,
         unseen=saved.unseen,
     )
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Cost of one stage of a pipeline."""
+
+    stage: int
+    micro_batch: PlanCost
+    """Of one micro-batch, forward and backward, of this stage's layers."""
+    in_flight: int
+    """Micro-batches whose activations the stage holds at the peak."""
+    parameters: int
+    """How many the stage has; a weight that stages share counts in each."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """At the peak."""
+        return self.in_flight * self.micro_batch.saved_bytes
+
+
+def stage_costs(
+    model: nn.Module, layers: LayerList, plan: Plan, batch: Batch, micro_batches: int
+) -> tuple[StageCost, ...]:
+    """What each stage of a pipeline saves and computes, measured as :func:`plan_cost` does it.
+
+    Each stage runs its layers on what the stage before returned, as it would receive it: without that stage's graph,
+    and needing a gradient. What it receives counts as saved where the graph or a region keeps it.
+
+    Args:
+        model: whole, as for :func:`plan_cost`.
+        layers: of the model; see :func:`~dist_ckpt.stages.layers_of`.
+        plan: with stages.
+        batch: a micro-batch.
+        micro_batches: per update, of one pipeline.
+
+    Raises:
+        PlanError: as :func:`plan_cost`, or a plan without stages.
+        EngineError: its stages are not made of these layers.
+    """
+    if not plan.stages:
+        raise PlanError("stage_costs takes a plan with stages: make_plan(…, stages=…) or plan.cut(stages)")
+    by_stage = layers_by_stage(layers, plan.stages)
+    with_plan = _measure_stages(model, layers, by_stage, plan, batch)
+    without = _measure_stages(model, layers, by_stage, Plan(), batch) if plan.regions else with_plan
+    modules = dict(unwrap(model).named_modules(remove_duplicate=False))
+    return tuple(
+        StageCost(
+            stage=stage,
+            micro_batch=_plan_cost(*both),
+            in_flight=in_flight(len(by_stage), stage, micro_batches),
+            parameters=sum(p.numel() for p in {p for name in plan.stages[stage] for p in modules[name].parameters()}),
+        )
+        for stage, both in enumerate(zip(with_plan, without, strict=True))
+    )
+
+
+def stage_table(costs: Sequence[StageCost]) -> str:
+    """A line a stage, for a terminal."""
+    unit = byte_unit([cost.saved_bytes for cost in costs])
+    head = ("stage", "parameters", "saved a micro-batch", "without a policy", "in flight", "saved", "recomputed")
+    rows = [
+        (
+            str(cost.stage),
+            f"{cost.parameters:,}",
+            format_bytes(cost.micro_batch.saved_bytes, unit),
+            format_bytes(cost.micro_batch.baseline_saved_bytes, unit),
+            f"× {cost.in_flight}",
+            format_bytes(cost.saved_bytes, unit),
+            f"+{cost.micro_batch.recomputed_flops / max(cost.micro_batch.baseline_flops, 1):.1%}",
+        )
+        for cost in costs
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ("   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
+    return "\n".join((f"activations per stage, {unit}, and recomputed FLOPs", *(f"  {line}" for line in lines)))
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -144,7 +230,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     return loss if loss.dim() == 0 else loss.sum()
 
 
-def _measure(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn) -> tuple[SavedBytes, int]:
+def _measure(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn) -> _Measured:
     saved: list[SavedBytes] = []
     with fake_training(model, plan, batch) as (fake, fake_batch):
 
@@ -155,6 +241,32 @@ def _measure(model: nn.Module, plan: Plan, batch: ModelInput, loss_fn: LossFn) -
 
         flops = count_flops(step)
     return saved[0], flops
+
+
+def _measure_stages(
+    model: nn.Module, layers: LayerList, by_stage: Sequence[Sequence[Layer]], plan: Plan, batch: Batch
+) -> list[_Measured]:
+    measured: list[_Measured] = []
+    with fake_training(model, plan, batch) as (fake, fake_batch):
+        resident = [*fake.parameters(), *fake.buffers()]
+        passed: list[Tensor] = [fake_batch["input_ids"]]
+        saved: list[SavedBytes] = []
+
+        def step(stage: int) -> None:
+            # As DeepSpeed runs a stage: on a clone of the receive buffer (pipe/engine.py, _exec_forward_pass).
+            x = passed[-1].detach().requires_grad_(passed[-1].is_floating_point()).clone()
+            for layer in by_stage[stage]:
+                x = layer.run(fake, x)
+            is_last = stage + 1 == len(by_stage)
+            out = layers.loss(fake, x, fake_batch["labels"]) if is_last else x.contiguous()
+            saved.append(saved_bytes([out], resident))
+            passed.append(out)
+            out.backward(torch.ones_like(out))
+
+        for stage in range(len(by_stage)):
+            flops = count_flops(lambda number=stage: step(number))  # type: ignore[misc]
+            measured.append((saved[-1], flops))
+    return measured
 
 
 @contextmanager
@@ -224,6 +336,11 @@ def _fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
 def _copy_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
     """A deep copy in which every tensor is replaced by one without memory."""
+    if is_pipeline_module(model):
+        raise PlanError(
+            f"this {class_name(model)} holds one stage of a model, and a step runs through all of them: measure or "
+            "verify the model before it is cut"
+        )
     if unwrap(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
         raise PlanError("to run on tensors without memory, the model must be as it is before sharding and compiling")
     replaced: dict[int, Any] = {}

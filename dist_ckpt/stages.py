@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from dist_ckpt.batch import IGNORE_INDEX
 from dist_ckpt.blocks import class_name, find_blocks
 from dist_ckpt.errors import EngineError, PlanError, choices
 from dist_ckpt.names import named_modules, unwrap
-from dist_ckpt.plan import Stages, fold_names, stages_of
+from dist_ckpt.plan import Stages, fold_names
 
 OutputLoss = Callable[[Tensor, Tensor], Tensor]
 """(the model's output, labels) → the sum over tokens of the loss, an fp32 scalar."""
@@ -140,18 +140,6 @@ def layers_by_stage(layers: LayerList, stages: Stages) -> tuple[tuple[Layer, ...
     if missing or at + 1 < len(stages):
         raise EngineError(f"the stages are not those of this model's layers: they end within stage {at}")
     return tuple(map(tuple, found))
-
-
-def shared_parameters(model: nn.Module, stages: Stages) -> Mapping[str, tuple[int, ...]]:
-    """Parameters that more than one stage holds (tied weights), each by its first name → those stages."""
-    names: dict[nn.Parameter, str] = {}
-    holders: dict[nn.Parameter, dict[int, None]] = {}
-    for prefix, module in unwrap(model).named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
-                holders.setdefault(parameter, {}).update(dict.fromkeys(stages_of(prefix, stages)))
-    return {names[parameter]: tuple(found) for parameter, found in holders.items() if len(found) > 1}
 
 
 def _run_child(name: str, model: nn.Module, x: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def _plan(
         blocks=blocks,
         regions=regions,
         stages=stages,
-        matched=tuple((_matches(model, asked) | dict(planned.matched)).items()),
+        matched=tuple((_matches(model, asked, stages, stage) | dict(planned.matched)).items()),
         repairs=repairs(model, regions),
         unmatched=tuple(b for b in blocks if not any(c == b or c.startswith(f"{b}.") for c in covered)),
         policy=asked.to_dict(),
@@ -220,10 +220,11 @@ def _left_out(freed: Mapping[tuple[str, ...], int]) -> tuple[str, ...]:
     return tuple(f"left out {', '.join(fold_names(tuple(n)))}: frees {count:,} bytes" for count, n in alike.items())
 
 
-def _matches(model: nn.Module, policy: BlockPolicy) -> dict[str, int]:
-    """How many modules each pattern for blocks matched."""
+def _matches(model: nn.Module, policy: BlockPolicy, stages: Stages, stage: int | None) -> dict[str, int]:
+    """How many modules each pattern for blocks matched, in one stage if the policy is its own."""
     found = {}
     for key, specs in (("blocks", policy.blocks), ("exclude", policy.exclude)):
         for spec in listed(specs):
-            found[f"{key}={spec}"] = len(find_blocks(model, spec, key=key))
+            names = find_blocks(model, spec, key=key)
+            found[f"{key}={spec}"] = sum(stage is None or stage in stages_of(name, stages) for name in names)
     return found
