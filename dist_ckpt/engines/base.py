@@ -23,7 +23,7 @@ from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
-from dist_ckpt.stages import LayerList
+from dist_ckpt.stages import LayerList, layers_of
 
 if TYPE_CHECKING:
     from dist_ckpt.deepspeed_config import DeepSpeedConfig
@@ -60,8 +60,8 @@ class TrainingOptions:
     """Compile each block by itself."""
     replicas: int = 1
     """Groups of ranks that each hold the whole model, sharded inside (HSDP)."""
-    layers: Callable[[nn.Module], LayerList] | None = None
-    """How a pipeline cuts the model, where the model does not say so itself."""
+    layers: Callable[[nn.Module], LayerList] = layers_of
+    """(model) → what a pipeline cuts it into."""
     deepspeed: DeepSpeedConfig | None = None
     """What DeepSpeed is told, for its engines; nothing else says how they shard, offload and communicate."""
     allow_untested: bool = False

@@ -34,11 +34,7 @@ from dist_ckpt.wrap.apply import apply_plan
 
 
 class PipelineEngine(Engine):
-    """Every rank holds one stage; rank = stage · data ranks + data rank.
-
-    Args:
-        layers: (whole model) → what it is cut into; by default the model's own ``pipeline_layers()``.
-    """
+    """Every rank holds one stage; rank = stage · data ranks + data rank."""
 
     name = "deepspeed_pipe"
 
@@ -48,10 +44,8 @@ class PipelineEngine(Engine):
         device: torch.device,
         loss_sum: Callable[[nn.Module, Batch], Tensor],
         initialize: Callable[[nn.Module], None] | None = None,
-        layers: Callable[[nn.Module], LayerList] | None = None,
     ) -> None:
         super().__init__(options, device, loss_sum, initialize)
-        self._layers_of = layers or (lambda model: model.pipeline_layers())  # type: ignore[operator]
         self.stages = 1
         self.stage = 0
         self.optimizer: Optimizer
@@ -106,7 +100,7 @@ class PipelineEngine(Engine):
         if world % self.stages:
             raise EngineError(f"engine.stages={self.stages} does not divide the {world} ranks")
         self.stage = stage_of(rank, world, self.stages)
-        self._layers = self._layers_of(model)
+        self._layers = self.options.layers(model)
         by_stage = _layers_by_stage(self._layers, plan.stages)
         ties = ties_of(model, plan.stages)
         if self.options.check_gradients and plan.regions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import ConfigError
+from dist_ckpt.trainer.deepspeed import deepspeed_config
 
 if TYPE_CHECKING:
     from dist_ckpt.trainer.config import Config
@@ -80,6 +81,8 @@ def check(config: Config, world_size: int) -> None:
             f"{', '.join(map(str, _divisors(ranks, least=2))) or '(none: start more ranks)'}"
         )
     config.resolved_grad_accum(ranks)
+    if config.engine.is_deepspeed:
+        deepspeed_config(config, ranks)
 
 
 def check_batch(config: Config, world_size: int, num_rows: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,17 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_ckpt.batch import Batch
-from dist_ckpt.cost import PlanCost, plan_cost
+from dist_ckpt.cost import PlanCost, plan_cost, stage_costs, stage_table
 from dist_ckpt.engines import ENGINES, Engine, TrainingOptions
+from dist_ckpt.engines.base import blocks_if_any
 from dist_ckpt.engines.optim import OptimizerOptions
 from dist_ckpt.errors import ConfigError, DataError, PlanError
 from dist_ckpt.memory.records import byte_unit, format_bytes
 from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
 from dist_ckpt.report.console import Console
+from dist_ckpt.stages import partition
 from dist_ckpt.trainer.checks import check_batch, check_model_sizes
 from dist_ckpt.trainer.config import Config, DeviceType, config_yaml
 from dist_ckpt.trainer.data import RowDataset, build_data
+from dist_ckpt.trainer.deepspeed import asked_policy, deepspeed_config
 from dist_ckpt.trainer.loop import Loop, differences
 from dist_ckpt.trainer.models.source import ModelSource, model_source
 from dist_ckpt.trainer.process import Place, Termination
@@ -65,8 +69,9 @@ class Job:
         source = model_source(config.model, config.train.seed)
         check_model_sizes(config, source.vocab_size, source.max_seq_len)
         sample = Sample.of(config, source)
-        plan = make_plan(sample.model, config.ckpt, sample.batch, sample.loss)
-        engine = build_engine(config, device, source)
+        policy = asked_policy(config, len(blocks_if_any(source.model)))
+        plan = make_plan(sample.model, policy, sample.batch, sample.loss, _stages(config, source))
+        engine = build_engine(config, place, device, source)
         if problems := engine.refuses(plan):
             raise PlanError("; ".join(problems))
         vocab_size, train = source.vocab_size, config.train
@@ -89,10 +94,19 @@ class Job:
                 f"run: {parameters:,} parameters, {config.engine.name} on {ranks} rank{'s'[: ranks != 1]}, "
                 f"{rows:,} rows of {config.train.seq_len:,} tokens an update",
                 str(self.plan),
-                f"cost: {Sample.of(config, self.source).cost(self.plan)}",
+                f"cost: {self._cost()}",
                 f"data: {self.train_rows.description}",
             )
         )
+
+    def _cost(self) -> str:
+        """Of a micro-batch, and in a pipeline of each stage."""
+        sample = Sample.of(self.config, self.source)
+        if not self.plan.stages:
+            return str(sample.cost(self.plan))
+        accum = self.config.resolved_grad_accum(self.config.ranks(self.place.world_size))
+        layers = self.source.layers(sample.model)
+        return f"of each stage\n{stage_table(stage_costs(sample.model, layers, self.plan, sample.batch, accum))}"
 
 
 def train(job: Job, folder: RunFolder) -> bool:
@@ -197,7 +211,7 @@ class Sample:
     def of(config: Config, source: ModelSource) -> Sample:
         model = source.model
         autocast = config.engine.name == "ddp" and config.train.precision == "bf16"
-        if config.train.precision == "bf16" and not autocast:  # FSDP gathers low-precision copies of the parameters
+        if config.train.precision == "bf16" and not autocast:  # the others compute with low-precision parameters
             model = copy.deepcopy(model)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -215,7 +229,18 @@ class Sample:
         return plan_cost(self.model, plan, self.batch, self.loss)
 
 
-def build_engine(config: Config, device: torch.device, source: ModelSource) -> Engine:
+def _stages(config: Config, source: ModelSource) -> tuple[tuple[str, ...], ...]:
+    """The names of the modules of each pipeline stage; none without a pipeline.
+
+    Raises:
+        EngineError: the model cannot be cut so.
+    """
+    if config.engine.stages == 1:
+        return ()
+    return partition(source.layers(source.model), source.model, config.engine.stages, config.engine.partition)
+
+
+def build_engine(config: Config, place: Place, device: torch.device, source: ModelSource) -> Engine:
     """The run's engine, not yet prepared."""
     train, sync = config.train, config.train.accum_sync
     optimizer = OptimizerOptions(
@@ -238,5 +263,10 @@ def build_engine(config: Config, device: torch.device, source: ModelSource) -> E
         optimizer=optimizer,
         check_gradients=train.check_gradients,
     )
-
+    if config.engine.is_deepspeed:
+        width = next(source.model.parameters()).shape[-1]  # of the embedding
+        told = deepspeed_config(
+            config, config.ranks(place.world_size), "cuda" if device.type == "cuda" else "cpu", width
+        )
+        options = dataclasses.replace(options, deepspeed=told, layers=source.layers)
     return ENGINES[config.engine.name](options, device, source.loss_sum, source.initialize)

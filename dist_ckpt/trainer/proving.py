@@ -87,12 +87,12 @@ def _observed(job: Job, applied: Plan) -> Observation:
     if config.train.compile:
         torch._dynamo.reset()  # code that one run has compiled must not serve the other
     source = model_source(config.model, config.train.seed)
-    engine = build_engine(config, job.device, source)
+    engine = build_engine(config, place, job.device, source)
     seed_rank(config, place.rank)
     engine.prepare(source.model, applied)
     like_with_a_plan(engine.model, job.plan)
     accum = config.resolved_grad_accum(place.world_size)
-    batches = micro_batches(job.train_rows, 0, place.rank, place.world_size, config.train.micro_batch, accum)
+    batches = micro_batches(job.train_rows, 0, engine.data_rank, engine.data_ranks, config.train.micro_batch, accum)
     observer = Observer(engine.model, job.plan, source.loss_sum, batches)
     engine.observer = observer
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_ckpt.batch import Batch
+from dist_ckpt.stages import LayerList, layers_of
+from dist_ckpt.stages import LayerList, layers_of
 from dist_ckpt.trainer.models.config import ModelConfig, ModelKind
 from dist_ckpt.trainer.models.init import init_parameters
 from dist_ckpt.trainer.models.llama import Transformer
@@ -27,6 +29,10 @@ class ModelSource:
     """(model, batch) → the sum over tokens of the cross-entropy in nats, an fp32 scalar."""
     initialize: Callable[[nn.Module], None]
     """Fills parameters and buffers once the model, whole or sharded, has memory; the same numbers on every rank."""
+    layers: Callable[[nn.Module], LayerList] = layers_of
+    """(whole model) → what a pipeline can cut it into. Raises EngineError for a model that cannot be cut."""
+    layers: Callable[[nn.Module], LayerList] = layers_of
+    """(model) → what a pipeline cuts it into."""
 
 
 def model_source(config: ModelConfig, seed: int) -> ModelSource:
