@@ -10,13 +10,14 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dist_ckpt.errors import StateError
+from dist_ckpt.states.source import Entry, Inventory
 
 
 def check_fit(
     folder: Path,
     what: str,
     prefix: str,
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, Entry],
     entries: Mapping[str, TensorStorageMetadata],
 ) -> None:
     """Compares names, global shapes and dtypes of the tensors that are here with those of a state.
@@ -25,7 +26,7 @@ def check_fit(
         folder: the state, for the message.
         what: what the run has: "model" or "optimizer".
         prefix: what the keys of its tensors begin with; a state's other keys are left out.
-        tensors: of the run (plain, DTensor or ShardedTensor), by key.
+        tensors: of the run, by key.
         entries: of the state.
 
     Raises:
@@ -35,9 +36,9 @@ def check_fit(
     saved = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     both = [name for name in here if name in saved]
     shapes = [
-        f"{name}: state {tuple(saved[name].size)}, {what} {tuple(here[name].size())}"
+        f"{name}: state {tuple(saved[name].size)}, {what} {tuple(here[name].shape)}"
         for name in both
-        if saved[name].size != here[name].size()
+        if saved[name].size != here[name].shape
     ]
     dtypes = [
         f"{name}: state {saved[name].properties.dtype}, {what} {here[name].dtype}"
@@ -56,6 +57,30 @@ def check_fit(
             parts.append(f"{len(names)} {problem} ({listed(names)})")
     if parts:
         raise StateError(f"{folder}: does not fit the {what}: {'; '.join(parts)}")
+
+
+def check_same(here: Inventory, saved: Mapping[str, Any], where: str) -> None:
+    """Compares the optimizer's class and parameters with those that a state's record names.
+
+    Args:
+        where: the start of a message: the state.
+
+    Raises:
+        StateError: another class of optimizer, or other parameters.
+    """
+    if here.kind != saved["kind"]:
+        raise StateError(f"{where}: was saved with optimizer {saved['kind']}, this run has {here.kind}")
+    theirs = set(saved["parameters"])
+    parts = [
+        f"{whose}: {listed(sorted(names))}"
+        for whose, names in (
+            ("only in this run", here.parameters - theirs),
+            ("only in the state", theirs - here.parameters),
+        )
+        if names
+    ]
+    if parts:
+        raise StateError(f"{where}: the optimizer has other parameters ({'; '.join(parts)})")
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

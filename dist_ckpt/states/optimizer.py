@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from dist_ckpt.errors import StateError
 from dist_ckpt.names import unwrapped_name
-from dist_ckpt.states.fit import listed
 
 PREFIX = "optimizer.state."
 """What the keys of all moments begin with."""
@@ -45,27 +44,6 @@ def describe(optimizer: Optimizer, stored: Mapping[int, str]) -> dict[str, Any]:
                 )
             names.append(stored[id(parameter)])
     return {"kind": type(optimizer).__name__, "parameters": sorted(names)}
-
-
-def check_same(here: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Compares two results of :func:`describe`.
-
-    Args:
-        where: the start of a message: the state.
-
-    Raises:
-        StateError: another class of optimizer, or other parameters.
-    """
-    if here["kind"] != saved["kind"]:
-        raise StateError(f"{where}: was saved with optimizer {saved['kind']}, this run has {here['kind']}")
-    ours, theirs = set(here["parameters"]), set(saved["parameters"])
-    parts = [
-        f"{whose}: {listed(sorted(names))}"
-        for whose, names in (("only in this run", ours - theirs), ("only in the state", theirs - ours))
-        if names
-    ]
-    if parts:
-        raise StateError(f"{where}: the optimizer has other parameters ({'; '.join(parts)})")
 
 
 def moments(model: nn.Module, optimizer: Optimizer, canonical: Mapping[str, str]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 The layout is the same for every engine and number of ranks: tensors are stored under the plain model's names, so that
 a state saved under DDP on four ranks loads under FSDP2 on two, under FSDP1, or in one process, bit for bit. These
 functions are collective: either every rank returns, or every rank raises the same :class:`StateError`. All ranks need
-access to the same file system.
+access to the same file system. What differs between engines is in a :class:`~dist_ckpt.states.source.StateSource`;
+:class:`~dist_ckpt.states.deepspeed.DeepSpeedSource` is that of a DeepSpeed engine.
 """
 
 from __future__ import annotations
@@ -12,26 +13,24 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dist_ckpt.compat.dcp import StateReader, StateWriter
+from dist_ckpt.compat.dcp_pieces import PieceLoadPlanner, PieceSavePlanner
 from dist_ckpt.errors import StateError
-from dist_ckpt.names import unwrap, unwrapped_name
-from dist_ckpt.states import optimizer as optimizer_state
 from dist_ckpt.states.agreement import agreed, rank_and_world_size, together
 from dist_ckpt.states.files import StateFolder, open_folder, prepare_folder, seal_folder
-from dist_ckpt.states.fit import check_fit
+from dist_ckpt.states.fit import check_fit, check_same
+from dist_ckpt.states.modules import ModuleSource
+from dist_ckpt.states.optimizer import PREFIX
+from dist_ckpt.states.source import MODEL_PREFIX, Entry, Inventory, StateSource
 
-MODEL_PREFIX = "model."
 _RNG = "rng"
 
 
@@ -50,37 +49,7 @@ def save_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer
         StateError: on every rank: the folder is in use, a file cannot be written, ``extra`` is not JSON, or the state
             of the model or the optimizer holds anything but tensors.
     """
-    folder = Path(path)
-    rank, world_size = rank_and_world_size()
-    _reshard(model)
-
-    def inspect() -> tuple[_Names, dict[str, Any]]:
-        _check_extra(extra)
-        names = _names(model)
-        return names, optimizer_state.describe(optimizer, names.stored)
-
-    names, described = agreed(inspect)
-    had_state = bool(optimizer.state)
-    stepped = any(together(lambda: had_state))
-    prepare_folder(folder)
-    with _quiet():
-        tensors: dict[str, Any] = _stored_tensors(get_model_state_dict(model), names)
-        if stepped:  # for an optimizer without state DCP makes one, by a step that it would then remember
-            moments = optimizer_state.moments(model, optimizer, names.canonical)
-            tensors |= optimizer_state.named_moments(moments, names.canonical)
-            if not had_state:  # FSDP1 with fewer elements than ranks: this one has no part of any parameter
-                optimizer.state.clear()
-        agreed(lambda: _check_tensors(tensors))
-        tensors |= {_rng_key(rank, kind): state for kind, state in rng_states().items()}
-        _run(folder, lambda: dcp.save(tensors, storage_writer=StateWriter(folder)))
-    record = {
-        "torch": torch.__version__,
-        "world_size": world_size,
-        "tied": names.canonical,
-        "optimizer": {**described, "stepped": stepped},
-        "extra": dict(extra),
-    }
-    seal_folder(folder, record)
+    save_state(path, ModuleSource(model, optimizer), extra)
 
 
 def load_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -99,37 +68,63 @@ def load_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer
             says how the state does not fit the model or the optimizer. Weights and optimizer are then
             unchanged, except if a shard was forged together with its checksum: that is found while reading weights.
     """
+    return load_state(path, ModuleSource(model, optimizer))
+
+
+def save_state(path: str | Path, source: StateSource, extra: Mapping[str, Any]) -> None:
+    """:func:`save_training_state` of any training."""
+    folder = Path(path)
+    rank, world_size = rank_and_world_size()
+
+    def inspect() -> Inventory:
+        _check_extra(extra)
+        return source.inventory()
+
+    with _quiet():
+        source.settle()
+        inventory = _of_all_stages(source, inspect)
+    stepped = any(together(source.stepped))
+    prepare_folder(folder)
+    with _quiet():
+        tensors = {**source.saved_weights(), **(source.saved_moments() if stepped else {})}
+        tensors |= {_rng_key(rank, kind): state for kind, state in rng_states().items()}
+        _run(folder, lambda: dcp.save(tensors, storage_writer=StateWriter(folder), planner=PieceSavePlanner()))
+    record = {
+        "torch": torch.__version__,
+        "world_size": world_size,
+        "tied": dict(inventory.tied),
+        "optimizer": {"kind": inventory.kind, "parameters": sorted(inventory.parameters), "stepped": stepped},
+        "extra": dict(extra),
+    }
+    seal_folder(folder, record)
+
+
+def load_state(path: str | Path, source: StateSource) -> dict[str, Any]:
+    """:func:`load_training_state` into any training."""
     folder = Path(path)
     state = open_folder(folder)
-    _reshard(model)
     with _quiet():
-        model_dict = get_model_state_dict(model)
+        source.settle()
+        inventory = _of_all_stages(source, source.inventory)
 
-    def fit() -> _Names:
-        names = _names(model)
-        tensors = _stored_tensors(model_dict, names)
-        _check_tensors(tensors)
-        check_fit(folder, "model", MODEL_PREFIX, tensors, state.entries)
-        described = optimizer_state.describe(optimizer, names.stored)
-        optimizer_state.check_same(described, state.record["optimizer"], str(folder))
-        return names
+    def fit() -> None:
+        check_fit(folder, "model", MODEL_PREFIX, inventory.weights, state.entries)
+        check_same(inventory, state.record["optimizer"], str(folder))
 
-    names = agreed(fit)
+    agreed(fit)
     rng = _rng_targets(state)
-    before = dict(optimizer.state)
-    optimizer_state.forget(optimizer)
+    remember = source.forget()
     try:
         with _quiet():
-            moments = _moment_targets(state, model, optimizer, names)
-            tensors = {**_stored_tensors(model_dict, names), **rng}
-            read_tensors(state, tensors | optimizer_state.named_moments(moments, names.canonical))
-            _put_tied(model_dict, names)
-            set_model_state_dict(model, model_dict)
-            if moments["state"]:
-                optimizer_state.set_moments(model, optimizer, moments)
+            if state.record["optimizer"]["stepped"]:
+                moments = source.moments_to_fill(state.entries.keys())
+                _check_moments_fit(state, source, moments)
+                read_tensors(state, dict(moments))
+                agreed(lambda: source.check_moments(str(folder)))
+            read_tensors(state, {**source.weights_to_fill(), **rng})
+            source.adopt()
     except StateError:
-        optimizer.state.clear()
-        optimizer.state.update(before)
+        remember()
         raise
     states = {key.rpartition(".")[2]: tensor for key, tensor in rng.items()}
     if states:
@@ -137,15 +132,24 @@ def load_training_state(path: str | Path, model: nn.Module, optimizer: Optimizer
     return {**state.record["extra"], _RNG: bool(states)}
 
 
-def _moment_targets(state: StateFolder, model: nn.Module, optimizer: Optimizer, names: _Names) -> dict[str, Any]:
-    """The optimizer's state dict, restricted to parameters that have moments in the state; its values are filled."""
-    if not state.record["optimizer"]["stepped"]:
-        return {"state": {}}
-    moments = optimizer_state.moments(model, optimizer, names.canonical)
-    moments = optimizer_state.drop_unsaved(moments, names.canonical, set(state.entries))
-    here = optimizer_state.named_moments(moments, names.canonical)
-    agreed(lambda: check_fit(state.path, "optimizer", optimizer_state.PREFIX, here, state.entries))
-    return moments
+def _of_all_stages(source: StateSource, inspect: Callable[[], Inventory]) -> Inventory:
+    """What ``inspect`` finds on this rank, and if ranks have different parameters, what it finds on all."""
+    if not source.staged:
+        return agreed(inspect)
+    stages = together(inspect)
+    return Inventory(
+        stages[0].kind,
+        frozenset().union(*(stage.parameters for stage in stages)),
+        {other: first for stage in stages for other, first in stage.tied.items()},
+        {key: entry for stage in stages for key, entry in stage.weights.items()},
+    )
+
+
+def _check_moments_fit(state: StateFolder, source: StateSource, moments: Mapping[str, Any]) -> None:
+    here = {key: Entry(value.size(), value.dtype) for key, value in moments.items()}
+    if source.staged:
+        here = {key: entry for stage in together(lambda: here) for key, entry in stage.items()}
+    agreed(lambda: check_fit(state.path, "optimizer", PREFIX, here, state.entries))
 
 
 def read_tensors(state: StateFolder, tensors: dict[str, Any]) -> None:
@@ -154,10 +158,7 @@ def read_tensors(state: StateFolder, tensors: dict[str, Any]) -> None:
     Raises:
         StateError: a file does not hold the tensors that it should; some tensors may have been filled.
     """
-    reader, planner = (
-        StateReader(state.path, state.metadata),
-        dcp.DefaultLoadPlanner(flatten_state_dict=False),
-    )
+    reader, planner = StateReader(state.path, state.metadata), PieceLoadPlanner(flatten_state_dict=False)
     with _quiet():
         _run(state.path, lambda: dcp.load(tensors, storage_reader=reader, planner=planner))
 
@@ -197,48 +198,6 @@ def _rng_key(rank: int, kind: str) -> str:
     return f"{_RNG}.{rank}.{kind}"
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The plain names of a model's parameters."""
-
-    stored: Mapping[int, str]
-    """By a parameter's ``id``: the first of its names, under which a state has it."""
-    canonical: Mapping[str, str]
-    """The first name of a tied weight by each of its others."""
-
-
-def _names(model: nn.Module) -> _Names:
-    inner = unwrap(getattr(model, "_orig_mod", model))  # compiled whole, inside or outside of DDP
-    stored: dict[int, str] = {}
-    canonical: dict[str, str] = {}
-    for name, parameter in inner.named_parameters(remove_duplicate=False):
-        plain = unwrapped_name(name)
-        first = stored.setdefault(id(parameter), plain)
-        if first != plain:
-            canonical[plain] = first
-    return _Names(stored, canonical)
-
-
-def _stored_tensors(model_dict: Mapping[str, Any], names: _Names) -> dict[str, Any]:
-    """A model's state dict under the keys of a state, each tied weight once."""
-    plain = {unwrapped_name(name): tensor for name, tensor in model_dict.items()}
-    return {MODEL_PREFIX + name: tensor for name, tensor in plain.items() if name not in names.canonical}
-
-
-def _put_tied(model_dict: dict[str, Any], names: _Names) -> None:
-    """Puts what was loaded under a tied weight's first name under its others too: FSDP1 has a copy for each."""
-    by_plain = {unwrapped_name(name): name for name in model_dict}
-    for other, first in names.canonical.items():
-        if other in by_plain:
-            model_dict[by_plain[other]] = model_dict[by_plain[first]]
-
-
-def _check_tensors(tensors: Mapping[str, Any]) -> None:
-    for key, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise StateError(f"{key}: is {type(value).__name__}; a training state holds only tensors")
-
-
 def _check_extra(extra: Mapping[str, Any]) -> None:
     if _RNG in extra:
         raise StateError(f"extra: the key {_RNG!r} is taken: generator states are saved with every state")
@@ -246,13 +205,6 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
         json.dumps(dict(extra))
     except (TypeError, ValueError, RecursionError) as error:
         raise StateError(f"extra: is not JSON: {error}") from error
-
-
-def _reshard(model: nn.Module) -> None:
-    """Makes FSDP2's parameters the sharded ones that the optimizer has; after an evaluation the root's are not."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _run(folder: Path, action: Callable[[], Any]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dist_ckpt.errors import DistCkptError, StateError
 from dist_ckpt.states.files import open_folder
-from dist_ckpt.states.training_state import MODEL_PREFIX, read_tensors
+from dist_ckpt.states.source import MODEL_PREFIX
+from dist_ckpt.states.training_state import read_tensors
 from dist_ckpt.trainer.exits import ExitCode
 
 SUFFIX = ".safetensors"

@@ -1,0 +1,94 @@
+"""The toys of training states under DeepSpeed as people use it, and their state read back through its own functions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from dist_ckpt.compat import deepspeed as compat
+from dist_ckpt.names import named_buffers, named_parameters
+from tests.state_toys import VOCAB
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def initialized(
+    model: nn.Module, stage: int, bf16: bool = False, optimizer: Optimizer | None = None, **zero: Any
+) -> Any:
+    """``deepspeed.initialize`` with AdamW in two groups, and with buckets and shards of a size that the toy has."""
+    compat.start(torch.device("cpu"))
+    section: dict[str, Any] = {"stage": stage}
+    if stage:
+        section |= {"reduce_bucket_size": 200}
+    if stage == 3:
+        section |= {"stage3_param_persistence_threshold": 7, "stage3_prefetch_bucket_size": 200}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": section | zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": bf16},
+    }
+    return compat.build(model, optimizer or two_groups(model), config, torch.device("cpu"))
+
+
+def two_groups(model: nn.Module, **options: Any) -> AdamW:
+    """As :func:`tests.state_toys.adamw`, for models of which a part is frozen or missing."""
+    trained = [(name, p) for name, p in named_parameters(model) if p.requires_grad]
+    decay = [p for name, p in trained if "norm" not in name]
+    rest = [p for name, p in trained if "norm" in name]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 5e-3}]
+    return AdamW([g for g in groups if g["params"]], lr=1e-2, betas=(0.9, 0.95), fused=True, **options)
+
+
+def train(engine: Any, steps: int, seed: int = 1) -> list[float]:
+    """As :func:`tests.state_toys.train`; returns losses and norms."""
+    ids = torch.randint(0, VOCAB, (steps, 2, 5), generator=torch.Generator().manual_seed(seed))
+    seen = []
+    for batch in ids:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        seen += [float(loss), float(engine.get_global_grad_norm() or 0.0)]
+    return seen
+
+
+def whole(engine: Any) -> dict[str, Tensor]:
+    """Weights, moments and step counts of all ranks, by key; not by way of our own code."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    wrapper = engine.optimizer
+    optimizer = getattr(wrapper, "optimizer", wrapper)
+    if hasattr(wrapper, "_hp_optimizer_states_linked") and any(optimizer.state.values()):
+        wrapper._hp_optimizer_states_linked = False  # DeepSpeed links after the first group's first step, and only then
+        wrapper._lazy_init_hp_params_optimizer_state()
+    masters: dict[int, Tensor] = {}
+    if hasattr(wrapper, "fp32_groups"):  # bf16 without ZeRO
+        pairs = zip(itertools.chain(*wrapper.fp16_groups), itertools.chain(*wrapper.fp32_groups), strict=True)
+        masters = {id(low): high for low, high in pairs}
+    found = {f"buffer.{name}": value.float() for name, value in named_buffers(engine.module)}
+    for name, p in named_parameters(engine.module):
+        found[f"low.{name}"] = _gathered(p) if hasattr(p, "ds_id") else p
+        if p.requires_grad and (hasattr(p, "ds_id") or hasattr(p, "_hp_mapping")):
+            found[f"model.{name}"] = safe_get_full_fp32_param(p)
+            if any(optimizer.state.values()):
+                found |= {f"{kind}.{name}": safe_get_full_optimizer_state(p, kind) for kind in MOMENTS}
+        else:
+            master = masters.get(id(p), p)
+            found[f"model.{name}"] = master
+            found |= {f"{kind}.{name}": m for kind, m in optimizer.state.get(master, {}).items() if kind in MOMENTS}
+    steps = {float(entries["step"]) for entries in optimizer.state.values() if entries}
+    found["steps"] = torch.tensor(sorted(steps))
+    return {name: value.detach().float().clone() for name, value in found.items()}
+
+
+def _gathered(parameter: nn.Parameter) -> Tensor:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
