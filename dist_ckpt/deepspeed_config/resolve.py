@@ -76,8 +76,8 @@ def _complete(taken: Mapping[str, Any], stage: int, run: RunSettings) -> dict[st
         # Without it DeepSpeed clips at 1.0, and 0 leaves some engines without a norm.
         "gradient_clipping": math.inf if run.clip is None else run.clip,
         "zero_optimization": _zero(taken.get("zero_optimization", {"stage": stage}), run),
-        # With check_grad_overflow, ZeRO 1 and 2 skip an update whose norm is not finite without a word.
-        "bf16": {"enabled": run.precision == "bf16", "check_grad_overflow": False},
+        # ZeRO 1 and 2 leave the weights alone where the norm is not finite, and the engine then stops every rank.
+        "bf16": {"enabled": run.precision == "bf16", "check_grad_overflow": True},
         "fp16": {"enabled": False},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
