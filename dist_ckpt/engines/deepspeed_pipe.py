@@ -17,19 +17,19 @@ from torch.optim import Optimizer
 from dist_ckpt.batch import Batch
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.compat import deepspeed_pipe as pipe
-from dist_ckpt.engines.base import Engine, StepResult, TrainingOptions, materialize, refuse_other_meshes
+from dist_ckpt.engines.base import Engine, NonFiniteError, StepResult, TrainingOptions, materialize, refuse_other_meshes
 from dist_ckpt.engines.data_parallel import compile_blocks
 from dist_ckpt.engines.feed import Feed, agree
 from dist_ckpt.engines.gradients import LostGradients
 from dist_ckpt.engines.optim import build_optimizer, learning_rate
-from dist_ckpt.engines.stage import keep_stage, ties_of
+from dist_ckpt.engines.stage import keep_stage, refuse_untrained
 from dist_ckpt.errors import DataError, EngineError
 from dist_ckpt.memory.ledger import Owner, owners_of
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
 from dist_ckpt.schedule import data_rank_of, stage_of
-from dist_ckpt.stages import Layer, LayerList
+from dist_ckpt.stages import Layer, LayerList, layers_by_stage, shared_parameters
 from dist_ckpt.wrap.apply import apply_plan
 
 
@@ -101,8 +101,9 @@ class PipelineEngine(Engine):
             raise EngineError(f"engine.stages={self.stages} does not divide the {world} ranks")
         self.stage = stage_of(rank, world, self.stages)
         self._layers = self.options.layers(model)
-        by_stage = _layers_by_stage(self._layers, plan.stages)
-        ties = ties_of(model, plan.stages)
+        by_stage = layers_by_stage(self._layers, plan.stages)
+        refuse_untrained(model, plan.stages)
+        shared = shared_parameters(model, plan.stages)
         if self.options.check_gradients and plan.regions:
             self._lost_gradients = LostGradients(model, self._loss_sum)
         apply_plan(model, plan)  # to the whole model, which has no memory yet, so that all of the plan is checked
@@ -119,10 +120,10 @@ class PipelineEngine(Engine):
             model,
             [[self._run(layer, model, is_last=layer is layers[-1]) for layer in layers] for layers in by_stage],
             self._loss,
-            [pipe.SharedWeight(tie.name, tie.stages, named.get(tie.name)) for tie in ties],
+            [pipe.SharedWeight(name, holders, named.get(name)) for name, holders in shared.items()],
         )
         self.deepspeed = pipe.build(module, self.optimizer, self._options_of_deepspeed(), self)
-        self.optimizer.register_step_pre_hook(lambda *_: self._refuse_non_finite(0.0, self._norm()))
+        self.optimizer.register_step_pre_hook(lambda *_: self._refuse_non_finite(self._update.loss, self._norm()))
         self.meter = MemoryMeter(model, owners=self.owners)
 
     def train_step(self, micro_batches: Sequence[Batch], measure: bool = False) -> StepResult:
@@ -210,7 +211,8 @@ class PipelineEngine(Engine):
             self._lost_gradients = None
         assert update.feed is not None
         update.loss = self._sum_over_ranks(float(update.total)) / update.feed.tokens
-        self._refuse_non_finite(update.loss, 0.0)
+        if not math.isfinite(update.loss):
+            raise NonFiniteError(f"step {self.step + 1}: loss {update.loss}")
         if self._clips_itself:
             update.norm = self._clip()
 
@@ -233,7 +235,7 @@ class PipelineEngine(Engine):
             square += torch.nn.utils.get_total_norm(counted).square()
         dist.all_reduce(square, group=self.deepspeed.grid.get_pipe_parallel_group())
         norm = square.sqrt()
-        self._refuse_non_finite(0.0, float(norm))
+        self._refuse_non_finite(self._update.loss, float(norm))
         if self.options.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip, norm)
         return float(norm)
@@ -290,26 +292,6 @@ class _Update:
     """Sum over the tokens of this pipeline, on its last stage."""
     loss: float = math.nan
     norm: float = math.nan
-
-
-def _layers_by_stage(layers: LayerList, stages: Sequence[Sequence[str]]) -> list[list[Layer]]:
-    """The layers of each stage, in the order in which they run."""
-    found: list[list[Layer]] = []
-    rest = list(layers.layers)
-    for number, names in enumerate(stages):
-        own = []
-        while rest and set(rest[0].modules) <= set(names):
-            own.append(rest.pop(0))
-        if {name for layer in own for name in layer.modules} != set(names):
-            raise EngineError(
-                f"stage {number} of the plan owns {', '.join(names)}, which are not consecutive layers of the model: "
-                "the plan was made for another model"
-            )
-        found.append(own)
-    if rest or not all(found):
-        where = f"it leaves out {rest[0].modules[0]!r}" if rest else "it has an empty stage"
-        raise EngineError(f"the stages of the plan do not fit the layers of the model: {where}")
-    return found
 
 
 def _pairs(micro_batches: Sequence[Batch]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""One stage of a model: what a rank of a pipeline keeps of it, and which weights it shares with other stages."""
+"""One stage of a model: what a rank of a pipeline keeps of it."""
 
 from __future__ import annotations
 
@@ -8,43 +8,19 @@ from dataclasses import dataclass
 from torch import nn
 
 from dist_ckpt.errors import EngineError
-from dist_ckpt.names import named_modules, named_parameters
+from dist_ckpt.names import named_modules
 from dist_ckpt.plan import fold_names
 
 
-@dataclass(frozen=True)
-class Tie:
-    """A weight that layers of several stages use: each has a copy of its own, kept equal by adding up gradients."""
-
-    name: str
-    """Its first name in the whole model, on every stage."""
-    stages: tuple[int, ...]
-
-
-def ties_of(model: nn.Module, stages: Sequence[Sequence[str]]) -> tuple[Tie, ...]:
-    """The weights that several stages share, in the model's order.
-
-    Args:
-        model: whole.
-        stages: for each stage the modules that it owns.
-
-    Raises:
-        EngineError: a parameter that no stage owns, or a stage without any that is trained.
-    """
+def refuse_untrained(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
+    """Raises EngineError if a stage of a whole model has no parameter that is trained: it has no optimizer then."""
     users = _users(model, stages)
-    parameters = dict(named_parameters(model))
-    if orphans := tuple(name for name, parameter in parameters.items() if parameter not in users):
-        raise EngineError(
-            f"no layer of the pipeline owns {', '.join(fold_names(orphans)[:8])}: each parameter must lie in a module "
-            "that one of the layers of pipeline_layers() names"
-        )
-    for stage in range(len(stages)):
-        if not any(stage in users[parameter] for parameter in parameters.values() if parameter.requires_grad):
+    for stage, names in enumerate(stages):
+        if not any(stage in used for parameter, used in users.items() if parameter.requires_grad):
             raise EngineError(
-                f"stage {stage} of {len(stages)} ({', '.join(fold_names(tuple(stages[stage]))) or 'empty'}) has no "
-                "parameter that is trained: use fewer stages or another engine.partition"
+                f"stage {stage} of {len(stages)} ({', '.join(fold_names(tuple(names)))}) has no parameter that is "
+                "trained: use fewer engine.stages or another engine.partition"
             )
-    return tuple(Tie(name, users[p]) for name, p in parameters.items() if len(users[p]) > 1)
 
 
 def keep_stage(model: nn.Module, stages: Sequence[Sequence[str]], stage: int) -> None:

@@ -18,6 +18,7 @@ from dist_ckpt.batch import IGNORE_INDEX, Batch
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.names import named_buffers, named_parameters
 from dist_ckpt.trainer.models.config import ModelConfig, Weights
+from dist_ckpt.trainer.models.hf_layers import hf_layers
 from dist_ckpt.trainer.models.init import fill
 from dist_ckpt.trainer.models.source import ModelSource
 
@@ -63,7 +64,8 @@ def hf_source(config: ModelConfig, seed: int) -> ModelSource:
     except (ValueError, ImportError, NotImplementedError) as error:
         raise ConfigError(f"model.path={path}: the model cannot be built: {_first_line(error)}") from error
     text = asked.get_text_config()
-    return ModelSource(model, text.vocab_size, getattr(text, "max_position_embeddings", None), token_loss, initialize)
+    positions = getattr(text, "max_position_embeddings", None)
+    return ModelSource(model, text.vocab_size, positions, token_loss, initialize, hf_layers)
 
 
 def token_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from dist_ckpt.batch import Batch
 from dist_ckpt.stages import LayerList, layers_of
-from dist_ckpt.stages import LayerList, layers_of
 from dist_ckpt.trainer.models.config import ModelConfig, ModelKind
 from dist_ckpt.trainer.models.init import init_parameters
 from dist_ckpt.trainer.models.llama import Transformer
@@ -31,8 +30,6 @@ class ModelSource:
     """Fills parameters and buffers once the model, whole or sharded, has memory; the same numbers on every rank."""
     layers: Callable[[nn.Module], LayerList] = layers_of
     """(whole model) → what a pipeline can cut it into. Raises EngineError for a model that cannot be cut."""
-    layers: Callable[[nn.Module], LayerList] = layers_of
-    """(model) → what a pipeline cuts it into."""
 
 
 def model_source(config: ModelConfig, seed: int) -> ModelSource:
