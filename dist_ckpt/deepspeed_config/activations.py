@@ -21,19 +21,13 @@ _COMMON = ("blocks", "exclude", "min_bytes", "inputs", "preserve_rng_state", "de
 
 
 def recompute_is_asked_once(data: Mapping[str, Any], run: RunSettings) -> Iterator[str]:
-    """The rule about what is asked to be recomputed, in a file of valid keys: something, and one thing."""
-    if _SECTION in data:
-        number, offloads = _asked(data)
-        if number is None and not offloads:
-            yield (
-                f"{_SECTION}: asks for nothing, and DeepSpeed would recompute nothing; write number_checkpoints or "
-                '"cpu_checkpointing": true, or remove the section and choose a policy: +ckpt=selective'
-            )
-        if number is not None and at(data, _INTERVAL):
-            yield (
-                f"{shown(f'{_SECTION}.number_checkpoints', number)} and {shown(_INTERVAL, at(data, _INTERVAL))}: both "
-                "say how many blocks are recomputed as one; give one of the two"
-            )
+    """The rule about what is asked to be recomputed: one thing."""
+    number, interval = _asked(data)[0], at(data, _INTERVAL)
+    if number and interval:
+        yield (
+            f"{shown(f'{_SECTION}.number_checkpoints', number)} and {shown(_INTERVAL, interval)}: both say how many "
+            "blocks are recomputed as one; give one of the two"
+        )
 
 
 def policy_of(

@@ -106,6 +106,8 @@ class Key:
     off, by ``"enabled": false`` or ``"device": "none"``, or that is empty is one of them."""
     required: str = ""
     """Why its section must have it, and what to write."""
+    empty: str = ""
+    """What to do instead of an object that asks for nothing."""
     renamed: str = ""
     """The key that took the place of this deprecated one."""
     moot: str = ""

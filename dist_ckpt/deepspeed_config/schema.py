@@ -266,7 +266,11 @@ SCHEMA: Mapping[str, Key] = {
     **_PRECISION,
     "zero_optimization": Key(inner=ZERO, fine=()),
     "optimizer": Key(inner=OPTIMIZER),
-    "activation_checkpointing": Key(inner=ACTIVATION_CHECKPOINTING, fine=()),
+    "activation_checkpointing": Key(
+        inner=ACTIVATION_CHECKPOINTING,
+        fine=(),
+        empty='write number_checkpoints or "cpu_checkpointing": true, or remove it and take a policy: +ckpt=selective',
+    ),
     "pipeline": Key(inner=PIPELINE),
     **_LOGGING,
     **_ELSEWHERE,

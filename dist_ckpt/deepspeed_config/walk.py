@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -42,7 +43,10 @@ class Walk:
             if problem:
                 self.problems.append(f"{shown(where, value)}: {problem}")
             elif isinstance(value, dict) and key.inner:
+                before = len(self.problems)
                 inner = self._section(value, key.inner, f"{where}.", asked=asks)
+                if key.empty and not any(inner.values()) and len(self.problems) == before:
+                    self.problems.append(f"{where}: asks for nothing; {key.empty}")
                 if asks:
                     taken[name] = inner
             elif key.moot and asks:
@@ -60,7 +64,7 @@ class Walk:
 
     def _hint(self, name: str, table: Mapping[str, Key], at: str) -> str:
         homes = [home for home, keys in _tables(self.schema, "") if home != at and name in keys and keys[name].offered]
-        if homes:
+        if homes and not difflib.get_close_matches(name, table, cutoff=0.9):
             return f"it belongs in {' or '.join(home.rstrip('.') or 'the object around all' for home in homes)}"
         return choices(name, [known for known, key in table.items() if key.offered])
 
