@@ -22,14 +22,14 @@ from dist_ckpt.engines.data_parallel import compile_blocks
 from dist_ckpt.engines.feed import Feed, agree
 from dist_ckpt.engines.gradients import LostGradients
 from dist_ckpt.engines.optim import build_optimizer, learning_rate
-from dist_ckpt.engines.stage import keep_stage, refuse_untrained
+from dist_ckpt.engines.stage import keep_stage, refuse_untrained, shared_parameters
 from dist_ckpt.errors import DataError, EngineError
 from dist_ckpt.memory.ledger import Owner, owners_of
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
 from dist_ckpt.schedule import data_rank_of, stage_of
-from dist_ckpt.stages import Layer, LayerList, layers_by_stage, shared_parameters
+from dist_ckpt.stages import Layer, LayerList, layers_by_stage
 from dist_ckpt.wrap.apply import apply_plan
 
 

@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from torch import nn
 
 from dist_ckpt.errors import EngineError
-from dist_ckpt.names import named_modules
+from dist_ckpt.names import named_modules, named_parameters
 from dist_ckpt.plan import fold_names
+
+
+def shared_parameters(model: nn.Module, stages: Sequence[Sequence[str]]) -> Mapping[str, tuple[int, ...]]:
+    """The weights of a whole model that several stages use, each by its first name → those stages.
+
+    Every one of these stages has a copy of its own, which is kept equal by adding up the gradients.
+    """
+    users = _users(model, stages)
+    return {name: users[p] for name, p in named_parameters(model) if len(users.get(p, ())) > 1}
 
 
 def refuse_untrained(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:

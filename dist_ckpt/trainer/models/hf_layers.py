@@ -1,8 +1,8 @@
 """Hugging Face's GPT-2 and Llama as layers that a pipeline can place.
 
 Another model needs an adapter like these: a function (model) → :class:`~dist_ckpt.stages.LayerList` whose layers do
-what the model's own ``forward`` does between its modules. Give it to the engine as ``TrainingOptions.layers``, or to the
-model's class as its method ``pipeline_layers``.
+what the model's own ``forward`` does between its modules. Give it to the engine as ``TrainingOptions.layers``, or to
+the model's class as its method ``pipeline_layers``.
 """
 
 from __future__ import annotations
