@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from dist_ckpt.batch import Batch
 from dist_ckpt.blocks import find_blocks
 from dist_ckpt.engines.optim import OptimizerOptions
-from dist_ckpt.engines.support import unsupported
+from dist_ckpt.engines.support import engine_row, unsupported
 from dist_ckpt.errors import EngineError, PlanError
 from dist_ckpt.memory.ledger import Owner
 from dist_ckpt.memory.meter import MemoryMeter
@@ -131,7 +131,8 @@ class Engine(ABC):
     def refuses(self, plan: Plan) -> list[str]:
         """Why this engine cannot run the plan with its options; pure, before any process group."""
         options = self.options
-        problems = list(unsupported(plan, self.name, options.precision, options.compile, options.allow_untested))
+        row = engine_row(self.name, options.deepspeed.stage if options.deepspeed is not None else None)
+        problems = list(unsupported(plan, row, options.precision, options.compile, options.allow_untested))
         if options.replicas > 1 and not self.takes_replicas:
             problems.append(f"engine.replicas={options.replicas} is an option of fsdp2, not of {self.name}")
         return problems

@@ -24,8 +24,16 @@ MODES = (
     "nested",
     "offload",
     "plan",
+    "per_stage",
 )
-ENGINES = ("ddp", "fsdp1", "fsdp2")
+ENGINES = (
+    "ddp",
+    "fsdp1",
+    "fsdp2",
+    *(f"deepspeed, ZeRO {stage}" for stage in range(4)),
+    *(f"deepspeed_pipe, ZeRO {stage}" for stage in range(2)),
+)
+"""DeepSpeed's once for each stage of ZeRO that they take."""
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -53,7 +61,9 @@ class Standing:
 def combinations() -> Iterator[Combination]:
     """Every combination that is tested."""
     for mode, engine, precision, compiled in itertools.product(MODES, ENGINES, PRECISIONS, (False, True)):
-        yield Combination(mode, engine, precision, compiled)
+        combination = Combination(mode, engine, precision, compiled)
+        if standing(combination).verdict != "untested":
+            yield combination
 
 
 def standing(combination: Combination) -> Standing:
@@ -62,7 +72,10 @@ def standing(combination: Combination) -> Standing:
         return Standing(
             "refused", "compiled code saves nothing until the whole block has run, so nothing can be offloaded"
         )
+    if combination.mode == "per_stage" and not combination.engine.startswith("deepspeed_pipe"):
+        return Standing("refused", "only a pipeline has stages: engine=deepspeed_pipe")
     is_tested = combination.mode in MODES and combination.engine in ENGINES and combination.precision in PRECISIONS
+    is_tested = is_tested and not (combination.compiled and combination.engine.startswith("deepspeed"))
     return Standing("proven") if is_tested else Standing("untested")
 
 
@@ -82,6 +95,11 @@ def modes_of(plan: Plan) -> tuple[str, ...]:
             found["nested"] = None
     mode = plan.policy.get("mode", "none")
     return (*(one for one in found if one != mode), mode)
+
+
+def engine_row(name: str, zero_stage: int | None = None) -> str:
+    """One of :data:`ENGINES`, for engines that know it; a name that stands for itself otherwise."""
+    return name if zero_stage is None else f"{name}, ZeRO {zero_stage}"
 
 
 def unsupported(plan: Plan, engine: str, precision: str, compiled: bool, allow_untested: bool) -> Iterator[str]:
