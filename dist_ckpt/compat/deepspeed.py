@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from dist_ckpt.compat.deepspeed_state import undo_first_step
 from dist_ckpt.errors import EngineError
 
 SERIES = "0.19."
@@ -125,7 +126,9 @@ def build(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], dev
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=data)[0]
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=data)[0]
+    undo_first_step(engine)
+    return engine
 
 
 def close(engine: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dist_ckpt.compat import deepspeed as compat
+from dist_ckpt.compat.deepspeed_state import undo_first_step
 
 compat.load()  # without what it would print
 
@@ -147,6 +148,7 @@ def build(model: StageModule, optimizer: Optimizer, config: Mapping[str, Any], w
     buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     with _silence():
         engine: PipelineEngine = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config))[0]
+    undo_first_step(engine)
     for module, name, buffer in buffers:  # bf16 is for parameters: rotary tables would lose half of their digits
         module._buffers[name] = buffer
     assert engine.module.activation_checkpoint_interval == 0

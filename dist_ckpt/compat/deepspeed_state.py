@@ -184,6 +184,19 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _LOW_PRECISION else dtype
 
 
+def undo_first_step(engine: Any) -> None:
+    """Takes back the step with zero gradients that DeepSpeed takes to have moments, in bf16 without ZeRO.
+
+    It decays the fp32 weights, and counts, so that the bias correction of all later steps is that of one step more
+    (fp16/unfused_optimizer.py, initialize_optimizer_states).
+    """
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    if type(engine.optimizer) is FP16_UnfusedOptimizer:
+        engine.optimizer.refresh_fp32_params()
+        engine.optimizer.optimizer.state.clear()
+
+
 def computes_in_16_bits(engine: Any) -> bool:
     """Whether DeepSpeed has cast the whole model, buffers and parameters that are not trained included."""
     return bool(engine.bfloat16_enabled() or engine.fp16_enabled())
