@@ -136,7 +136,9 @@ class Watcher(Protocol):
         ...
 
 
-def build(model: StageModule, optimizer: Optimizer, config: Mapping[str, Any], watcher: Watcher) -> PipelineEngine:
+def build(
+    model: StageModule, optimizer: Optimizer, config: Mapping[str, Any], device: torch.device, watcher: Watcher
+) -> PipelineEngine:
     """DeepSpeed's engine for a stage.
 
     Args:
@@ -144,10 +146,9 @@ def build(model: StageModule, optimizer: Optimizer, config: Mapping[str, Any], w
         config: complete, as ``deepspeed.initialize`` takes it.
         watcher: of all updates.
     """
-    deepspeed = compat.load()
     buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     with _silence():
-        engine: PipelineEngine = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(config))[0]
+        engine: PipelineEngine = compat.build(model, optimizer, config, device)
     undo_first_step(engine)
     for module, name, buffer in buffers:  # bf16 is for parameters: rotary tables would lose half of their digits
         module._buffers[name] = buffer
@@ -156,6 +157,11 @@ def build(model: StageModule, optimizer: Optimizer, config: Mapping[str, Any], w
     _watch(engine, watcher)
     _norm_over_stages(engine.optimizer, engine.grid.get_pipe_parallel_group())
     return engine
+
+
+def is_copy(parameter: nn.Parameter) -> bool:
+    """Whether an earlier stage has this weight as well, whose copy is the one that counts."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def norm_of_last_step(engine: PipelineEngine) -> float | None:

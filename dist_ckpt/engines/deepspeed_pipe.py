@@ -30,6 +30,8 @@ from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
 from dist_ckpt.schedule import data_rank_of, stage_of
 from dist_ckpt.stages import Layer, LayerList, layers_by_stage
+from dist_ckpt.states.deepspeed import DeepSpeedSource
+from dist_ckpt.states.training_state import load_state, save_state
 from dist_ckpt.wrap.apply import apply_plan
 
 
@@ -122,7 +124,7 @@ class PipelineEngine(Engine):
             self._loss,
             [pipe.SharedWeight(name, holders, named.get(name)) for name, holders in shared.items()],
         )
-        self.deepspeed = pipe.build(module, self.optimizer, self._options_of_deepspeed(), self)
+        self.deepspeed = pipe.build(module, self.optimizer, self._options_of_deepspeed(), self.device, self)
         self.optimizer.register_step_pre_hook(lambda *_: self._refuse_non_finite(self._update.loss, self._norm()))
         self.meter = MemoryMeter(model, owners=self.owners)
 
@@ -184,6 +186,22 @@ class PipelineEngine(Engine):
         """Of each token's loss in this update."""
         return self._update.weight
 
+    def save(self, path: str, extra: dict[str, Any]) -> None:
+        save_state(path, self._source(), extra | {"step": self.step})
+
+    def load(self, path: str) -> dict[str, Any]:
+        extra = load_state(path, self._source())
+        self.step = int(extra["step"])
+        return extra
+
+    def close(self) -> None:
+        compat.close(self.deepspeed)
+
+    def _source(self) -> DeepSpeedSource:
+        # A shared weight has its first name on every stage; the first of them saves it.
+        elsewhere = {name: name for name, p in named_parameters(self.model) if pipe.is_copy(p)}
+        return DeepSpeedSource(self.deepspeed, self.model, tied=elsewhere)
+
     def forward_ended(self, roots: Sequence[Tensor]) -> None:
         """Called between a forward and what follows; see :class:`~dist_ckpt.compat.deepspeed_pipe.Watcher`."""
         self.meter.after_forward(*roots)
@@ -229,7 +247,7 @@ class PipelineEngine(Engine):
     def _clip(self) -> float:
         """Clips to the norm over all stages; a weight that stages share counts once."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        counted = [p.grad for p in parameters if not p.ds_pipe_replicated and p.grad is not None]  # type: ignore[attr-defined]
+        counted = [p.grad for p in parameters if not pipe.is_copy(p) and p.grad is not None]
         square = torch.zeros((), device=self.device)
         if counted:
             square += torch.nn.utils.get_total_norm(counted).square()

@@ -55,7 +55,8 @@ class DeepSpeedSource:
         model: the module whose names a state has; of a pipeline the part of the model that this rank's stage has,
             under the names of the whole. By default ``engine.module``.
         tied: of a pipeline, the first name of each tied weight of the whole model by each of its others. A stage that
-            has a copy of a weight whose first name is on another stage leaves it to that one to save.
+            has a copy of a weight whose first name is on another stage leaves it to that one to save. A copy that has
+            the first name itself stands for itself.
     """
 
     def __init__(self, engine: Any, model: nn.Module | None = None, tied: Mapping[str, str] | None = None) -> None:
@@ -80,7 +81,7 @@ class DeepSpeedSource:
             moments_of(self._layout.optimizer, held.master)
         weights = {key: Entry(value.size(), value.dtype) for key, value in self.weights_to_fill().items()}
         names = frozenset(trained.name for trained in self._trained())
-        tied = {**self._tied, **self._names.canonical}
+        tied = {other: first for other, first in {**self._tied, **self._names.canonical}.items() if other != first}
         return Inventory(type(self._layout.optimizer).__name__, names, tied, weights)
 
     def stepped(self) -> bool:
