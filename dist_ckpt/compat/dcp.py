@@ -14,9 +14,10 @@ import pickle
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from dist_ckpt.errors import StateError
@@ -89,25 +90,37 @@ class StateReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads shard by shard, so that a message can name the file.
-
-        Tensors are read by ``torch.load(weights_only=True)`` in the base class.
+        """Reads file by file, so that a message can name one, and each stored tensor once, whatever parts are needed.
 
         Raises:
             StateError: a shard that holds something else than the tensors it should.
         """
-        by_file: dict[str, list[Any]] = {}
+        by_file: dict[str, dict[MetadataIndex, list[ReadItem]]] = {}
         for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
+            file = self.storage_data[item.storage_index].relative_path
+            by_file.setdefault(file, {}).setdefault(item.storage_index, []).append(item)
+        for name, tensors in by_file.items():
             try:
-                super().read_data(dataclasses.replace(plan, items=items), planner).wait()
+                with (Path(self.path) / name).open("rb") as stream:
+                    for index, items in tensors.items():
+                        self._read_tensor(self._slice_file(stream, self.storage_data[index]), items, planner)
             except Exception as error:
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 raise StateError(f"{Path(self.path) / name}: cannot be read as tensors: {reason}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    @staticmethod
+    def _read_tensor(stream: IO[bytes], items: list[ReadItem], planner: LoadPlanner) -> None:
+        stored = torch.load(stream, map_location="cpu", weights_only=True)
+        for item in items:
+            part = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            if target.size() != part.size():
+                raise ValueError(f"{item.storage_index.fqn}: {tuple(part.size())} for {tuple(target.size())}")
+            target.copy_(part)
+            planner.commit_tensor(item, target)
 
 
 class _Record:
