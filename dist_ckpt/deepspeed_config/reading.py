@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,8 +23,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     text = _text(Path(path))
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        if twice := sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1):
             raise ConfigError(f"{path}: {', '.join(twice)}: given twice in one object; keep one of them")
         return dict(pairs)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dist_ckpt.deepspeed_config.resolved import DeepSpeedConfig
-from dist_ckpt.deepspeed_config.rules import RULES
+from dist_ckpt.deepspeed_config.rules import REMARKS, RULES
 from dist_ckpt.deepspeed_config.run import RunSettings
 from dist_ckpt.deepspeed_config.schema import SCHEMA
 from dist_ckpt.deepspeed_config.walk import Walk, at, is_stage
@@ -49,7 +49,8 @@ def resolve(data: Mapping[str, Any], run: RunSettings, path: str | None = None) 
     if problems:
         raise ConfigError(listed(problems, path))
     assert stage is not None, "a configuration without problems has a stage"
-    return DeepSpeedConfig(_complete(taken, stage, run), stage, run.precision, path, tuple(walk.notes))
+    notes = walk.notes + [remark for rule in REMARKS for remark in rule(taken, run)]
+    return DeepSpeedConfig(_complete(taken, stage, run), stage, run.precision, path, tuple(notes))
 
 
 def listed(problems: list[str], path: str | None) -> str:

@@ -23,7 +23,7 @@ class DeepSpeedConfig:
     path: str | None = None
     """The file; None for a configuration that was not read from one."""
     notes: tuple[str, ...] = ()
-    """What the file asks for and the run does in another way, to be said once."""
+    """What the file asks for and the run does in another way, or without gain; to be said once."""
 
     def as_dict(self) -> dict[str, Any]:
         """A copy of ``data`` for ``deepspeed.initialize``, which changes what it is given."""

@@ -120,6 +120,21 @@ def _pipeline_exists(data: Mapping[str, Any], run: RunSettings) -> Iterator[str]
         )
 
 
+def _host_is_device(data: Mapping[str, Any], run: RunSettings) -> Iterator[str]:
+    offloads = [name for name in ("offload_optimizer", "offload_param") if at(data, f"{_ZERO}.{name}")]
+    if run.device == "cpu" and offloads:
+        yield f"{_ZERO}: {' and '.join(offloads)}: the ranks compute on the CPU, so nothing is freed"
+
+
+def _nothing_overlaps(data: Mapping[str, Any], run: RunSettings) -> Iterator[str]:
+    """stage_1_and_2.py: two buckets instead of one; the CPU has no streams (resolves_data_dependency)."""
+    if run.device == "cpu" and at(data, f"{_ZERO}.overlap_comm") is True and at(data, f"{_ZERO}.stage") in (1, 2):
+        yield f"{_ZERO}.overlap_comm=true: on the CPU nothing overlaps, and there are two buckets instead of one"
+
+
+REMARKS: tuple[Rule, ...] = (_host_is_device, _nothing_overlaps)
+"""What is no mistake, and yet not what one would expect."""
+
 RULES: tuple[Rule, ...] = (
     _stage_fits_pipeline,
     _run_agrees,

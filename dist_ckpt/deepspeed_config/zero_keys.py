@@ -81,7 +81,12 @@ ZERO = {
     ),
     "allgather_bucket_size": Key(elements(2, multiple=2), auto=Auto.default, stages=(1, 2)),
     "use_multi_rank_bucket_allreduce": Key(BOOL, stages=(1, 2)),
-    "round_robin_gradients": Key(BOOL, stages=(1, 2)),
+    "round_robin_gradients": Key(
+        BOOL,
+        stages=(1, 2),
+        refused="DeepSpeed then takes one parameter's optimizer states for another's when asked for them by name, "
+        "as training states do; write false, or remove it",
+    ),
     "parameter_alignment": Key(BOOL, stages=(1, 2)),
     "ignore_unused_parameters": Key(BOOL, stages=(1, 2), fine=(True,)),
     "compute_grad_norm": Key(

@@ -147,10 +147,10 @@ IN_THE_WILD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 "reduce_scatter": True,
                 "reduce_bucket_size": 5e8,
                 "contiguous_gradients": True,
-                "round_robin_gradients": True,
+                "round_robin_gradients": False,
             },
         },
-        {"round_robin_gradients": True, "reduce_bucket_size": 500_000_000},
+        {"reduce_scatter": True, "reduce_bucket_size": 500_000_000},
     ),
     "everything that is off": (
         {
@@ -188,10 +188,22 @@ def test_what_is_done_in_another_way_is_noted() -> None:
     assert "launch/export.py" in config.notes[0]
 
 
+def test_what_gains_nothing_on_the_cpu_is_noted() -> None:
+    data = zero(2, offload_optimizer={"device": "cpu"}, overlap_comm=True)
+    notes = resolve(data, RUN).notes
+    assert [note.split(":")[-1] for note in notes] == [
+        " the ranks compute on the CPU, so nothing is freed",
+        " on the CPU nothing overlaps, and there are two buckets instead of one",
+    ]
+    assert resolve(data, dataclasses.replace(RUN, device="cuda")).notes == ()
+    assert resolve(zero(2, offload_optimizer={"device": "none"}), RUN).notes == ()
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_shipped_configurations_fit_any_run(path: Path, precision: Any) -> None:
     run = PIPE if path.stem == "pipeline" else dataclasses.replace(RUN, micro_batch=3, clip=None)
-    config = resolve(read_config(path), dataclasses.replace(run, precision=precision), str(path))
+    run = dataclasses.replace(run, precision=precision, device="cuda")
+    config = resolve(read_config(path), run, str(path))
     stage = 1 if path.stem == "pipeline" else int(path.stem.removeprefix("zero")[0])
     assert (config.stage, config.precision, config.notes) == (stage, precision, ())

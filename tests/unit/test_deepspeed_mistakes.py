@@ -164,6 +164,7 @@ MISTAKES: list[tuple[dict[str, Any], tuple[str, ...]] | tuple[dict[str, Any], tu
     ({"pipeline": {"use_reentrant": True}}, ("use_reentrant=true", "non-reentrant"), PIPE),
     ({"pipeline": {"partition": "uniform"}}, ('partition="uniform"', "engine.partition=uniform"), PIPE),
     ({"pipeline": {"checkpointable_layers": ["Block"]}}, ("PipelineModule", "ckpt.blocks"), PIPE),
+    (zero(2, round_robin_gradients=True), ("round_robin_gradients=true", "one parameter's optimizer states")),
     # deprecated
     (zero(2, cpu_offload=True), ("cpu_offload=true: is deprecated", 'offload_optimizer: {"device": "cpu"}')),
     (zero(3, stage3_gather_fp16_weights_on_model_save=True), ("stage3_gather_16bit_weights_on_model_save",)),
