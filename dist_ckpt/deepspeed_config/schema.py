@@ -87,8 +87,8 @@ FP16 = {
 
 BF16 = {
     "enabled": Key(BOOL, auto=Auto.run),
-    "check_grad_overflow": Key(
-        BOOL, refused="DeepSpeed would skip the update without a word; here a norm that is not finite ends the run"
+    "check_grad_overflow": _default(
+        BOOL, True, "a gradient that is not finite would reach the weights before the run stops; remove it"
     ),
     "immediate_grad_update": Key(BOOL, refused="no test has proven it right; remove it"),
     "bf16_master_weights_and_grads": Key(BOOL, refused=_SMALL_MASTER),

@@ -28,15 +28,15 @@ class Walk:
         """What DeepSpeed, or what is built from it, acts on: values of the right type, or ``"auto"``."""
         return self._section(data, self.schema, "", asked=True)
 
-    def _section(self, data: Mapping[str, Any], table: Mapping[str, Key], at: str, asked: bool) -> dict[str, Any]:
+    def _section(self, data: Mapping[str, Any], table: Mapping[str, Key], prefix: str, asked: bool) -> dict[str, Any]:
         """``asked`` is False inside of what is switched off, where only spelling and types count."""
         taken: dict[str, Any] = {}
         missing = [(name, key.required) for name, key in table.items() if asked and key.required and name not in data]
-        self.problems += [f"{at}{name}: is missing, and {required}" for name, required in missing]
+        self.problems += [f"{prefix}{name}: is missing, and {required}" for name, required in missing]
         for name, value in data.items():
-            where, key = f"{at}{name}", table.get(name)
+            where, key = f"{prefix}{name}", table.get(name)
             if key is None:
-                self.problems.append(f"{where}: no such key; {self._hint(str(name), table, at)}")
+                self.problems.append(f"{where}: no such key; {self._hint(str(name), table, prefix)}")
                 continue
             asks = asked and not key.is_fine(value)
             problem = _type_problem(key, value) or (asks and self._refusal(key, value))
@@ -62,8 +62,10 @@ class Walk:
             return f"belongs to ZeRO stage {stages}, and at stage {self.stage} DeepSpeed ignores it; remove it"
         return "" if key.auto and value == "auto" else key.refused
 
-    def _hint(self, name: str, table: Mapping[str, Key], at: str) -> str:
-        homes = [home for home, keys in _tables(self.schema, "") if home != at and name in keys and keys[name].offered]
+    def _hint(self, name: str, table: Mapping[str, Key], prefix: str) -> str:
+        homes = [
+            home for home, keys in _tables(self.schema, "") if home != prefix and name in keys and keys[name].offered
+        ]
         if homes and not difflib.get_close_matches(name, table, cutoff=0.9):
             return f"it belongs in {' or '.join(home.rstrip('.') or 'the object around all' for home in homes)}"
         return choices(name, [known for known, key in table.items() if key.offered])
@@ -91,12 +93,12 @@ def shown(where: str, value: Any) -> str:
     return f"{where}={text if len(text) <= 60 else text[:59] + '…'}"
 
 
-def _tables(table: Mapping[str, Key], at: str) -> Iterator[tuple[str, Mapping[str, Key]]]:
+def _tables(table: Mapping[str, Key], prefix: str) -> Iterator[tuple[str, Mapping[str, Key]]]:
     """Each section with its prefix, such as ``zero_optimization.``."""
-    yield at, table
+    yield prefix, table
     for name, key in table.items():
         if key.inner and key.offered:
-            yield from _tables(key.inner, f"{at}{name}.")
+            yield from _tables(key.inner, f"{prefix}{name}.")
 
 
 def _type_problem(key: Key, value: Any) -> str:
