@@ -153,7 +153,6 @@ def build(
     for module, name, buffer in buffers:  # bf16 is for parameters: rotary tables would lose half of their digits
         module._buffers[name] = buffer
     assert engine.module.activation_checkpoint_interval == 0
-    engine.steps_per_print = lambda: None  # train_batch would print
     _watch(engine, watcher)
     _norm_over_stages(engine.optimizer, engine.grid.get_pipe_parallel_group())
     return engine
