@@ -303,15 +303,16 @@ class Plan:
         lines += [f"  kept whole {name}" for name in fold_names(self.unmatched)]
         lines += [f"  repair     {repair}" for repair in self.repairs]
         lines += [f"  note       {note}" for note in self.notes]
-        if self.planned_for:
-            lines.append(f"  note       planned for {_count(self.planned_for)}, cut for {_count(self.stages)}")
+        if count := len(self.planned_for):
+            whose = f"{count} other stages" if self.stages else f"{count} stages that this model does not have"
+            lines.append(f"  note       planned for {whose}")
         return "\n".join(lines)
 
     @property
     def _of_stages(self) -> str:
         if not self.stages:
             return ""
-        return f", {_count(self.stages)}" if self.stage is None else f", stage {self.stage} of {len(self.stages)}"
+        return f", {len(self.stages)} stages" if self.stage is None else f", stage {self.stage} of {len(self.stages)}"
 
     def _stage_lines(self) -> Iterator[str]:
         """What each stage owns, and its policy where stages have their own."""
@@ -371,10 +372,6 @@ def _split(region: Region, stages: Stages) -> Iterator[Region]:
 
 def _is_inside(name: str, modules: tuple[str, ...]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def _count(stages: Stages) -> str:
-    return f"{len(stages)} stages" if stages else "a model without stages"
 
 
 def _parts_of(name: str, stages: Stages) -> tuple[int, ...]:
