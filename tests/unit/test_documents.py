@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner"],
+    "python": [],
+}
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/deepspeed.md")
 
 
 def fenced(language: str) -> list[tuple[str, str]]:
@@ -25,7 +30,7 @@ def fenced(language: str) -> list[tuple[str, str]]:
 
 LINES = [line for _, block in fenced("bash") for line in block.splitlines()]
 COMMANDS = [line.split("  #")[0].strip() for line in LINES if line.strip()]
-SNIPPETS = [text for name, text in fenced("python") if name == "README.md"]
+SNIPPETS = [text for name, text in fenced("python") if name != "CONTRIBUTING.md"]
 
 
 def run(arguments: list[str], cwd: Path) -> str:
@@ -45,11 +50,11 @@ def test_snippets_run(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(("torchrun", "python"))])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(tuple(LAUNCHERS))])
 def test_launch_commands_run(command: str, tmp_path: Path) -> None:
     program, *rest = shlex.split(command)
-    module = [sys.executable, "-m", "torch.distributed.run"] if program == "torchrun" else [sys.executable]
-    run([*module, *(str(ROOT / a) if a.startswith(("launch/", "examples/")) else a for a in rest)], tmp_path)
+    here = [re.sub(r"^(engine\.config=)?((launch|examples|configs)/)", rf"\1{ROOT}/\2", argument) for argument in rest]
+    run([sys.executable, *LAUNCHERS[program], *here], tmp_path)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
@@ -59,8 +64,8 @@ def test_make_targets_exist(command: str) -> None:
 
 
 def test_no_command_is_left_out() -> None:
-    known = ("torchrun", "python", "make", ".venv/bin/pre-commit install")
+    known = (*LAUNCHERS, "make", ".venv/bin/pre-commit install")
     assert COMMANDS and all(command.startswith(known) for command in COMMANDS)
     for name in DOCUMENTS:
         for path in re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text(encoding="utf-8")):
-            assert (ROOT / path).exists(), f"{name} links to {path}"
+            assert ((ROOT / name).parent / path).exists(), f"{name} links to {path}"
