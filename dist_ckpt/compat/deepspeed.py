@@ -134,15 +134,17 @@ def build(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], dev
 def close(engine: Any) -> None:
     """Ends an engine of :func:`build`, so that its model can be used and freed.
 
-    ``destroy()`` leaves the root module on a global stack (runtime/zero/parameter_offload.py, FWD_MODULE_STACK), and
+    ``destroy()`` leaves the root module on a global stack (runtime/zero/parameter_offload.py, FWD_MODULE_STACK),
     ``torch.nn.functional.linear`` replaced after ZeRO-3 (runtime/zero/partition_parameters.py,
-    _enable_mem_efficient_linear).
+    _enable_mem_efficient_linear), and the groups of hpZ, which a later engine must make itself (utils/groups.py).
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+    from deepspeed.utils import groups
 
     engine.destroy()
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [module for module in stack if module is not engine.module]
-    if hasattr(Patches, "linear_bk"):
+    stack, own = parameter_offload.FWD_MODULE_STACK, set(engine.module.modules())
+    stack[:] = [module for module in stack if module not in own]
+    if not stack and hasattr(Patches, "linear_bk"):  # no other engine of ZeRO-3 is there
         torch.nn.functional.linear = Patches.linear_bk
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_ckpt.batch import IGNORE_INDEX
+from dist_ckpt.compat import zero
 from dist_ckpt.compat.torch import local_tensor
+from dist_ckpt.deepspeed_config import DeepSpeedConfig, RunSettings, resolve
 from dist_ckpt.engines import ENGINES, TrainingOptions
 from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.engines.optim import OptimizerOptions
@@ -31,9 +34,14 @@ class Job:
     """One training: what is built and what is fed."""
 
     engine: str = "fsdp2"
+    """Its name, of DeepSpeed's with the stage: ``deepspeed, ZeRO 3``."""
     policy: Any = "none"
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    """More options of DeepSpeed's ``zero_optimization``."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """More options of DeepSpeed's."""
     steps: int = 2
     accumulation: int = 3
     rows: int = 2
@@ -74,6 +82,32 @@ def rows_of(job: Job, step: int, micro: int, rank: int, world: int, vocab: int) 
     return {"input_ids": torch.stack(ids), "labels": torch.stack(labels)}
 
 
+def deepspeed_config(job: Job, stage: int) -> DeepSpeedConfig:
+    """A configuration in which a model as small as ours has shards, buckets and prefetches as a large one has."""
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        zero["reduce_bucket_size"] = 2000
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 2000}
+    world = dist.get_world_size()
+    optimizer = OptimizerOptions()
+    run = RunSettings(
+        micro_batch=job.rows,
+        grad_accum=job.accumulation,
+        data_ranks=world,
+        world_size=world,
+        stages=1,
+        clip=job.options.get("clip", TrainingOptions.clip),
+        precision=job.options.get("precision", "fp32"),
+        lr=job.lr,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        device="cpu",
+    )
+    return resolve({"zero_optimization": zero | job.zero, **job.deepspeed}, run)
+
+
 def build_engine(job: Job) -> DataParallelEngine:
     config = ModelConfig(**(SMALL | job.model))
 
@@ -82,31 +116,61 @@ def build_engine(job: Job) -> DataParallelEngine:
             module.init_buffers()
         init_parameters(module, seed=3, n_layers=config.n_layers)
 
-    options = TrainingOptions(**({"optimizer": OptimizerOptions(lr=job.lr, warmup_steps=0)} | job.options))
-    engine = ENGINES[job.engine](
-        options, torch.device("cpu"), lambda model, batch: model(**batch), initialize=initialize
-    )
     with torch.device("meta" if job.on_meta else "cpu"):
         model = Transformer(config)
     if not job.on_meta:
         initialize(model)
+    return engine_for(job, model, lambda module, batch: module(**batch), initialize)
+
+
+def engine_for(
+    job: Job,
+    model: nn.Module,
+    loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor],
+    initialize: Callable[[nn.Module], None] | None = None,
+) -> DataParallelEngine:
+    """The job's engine, for any model."""
+    name, _, stage = job.engine.partition(", ZeRO ")
+    options = {"optimizer": OptimizerOptions(lr=job.lr, warmup_steps=0)} | job.options
+    if stage:
+        options = {"deepspeed": deepspeed_config(job, int(stage))} | options
+    engine = ENGINES[name](TrainingOptions(**options), torch.device("cpu"), loss_sum, initialize=initialize)
     engine.prepare(model, make_plan(model, job.policy))
     return engine
 
 
 def local_grads(engine: DataParallelEngine) -> dict[str, Tensor]:
-    named = named_parameters(engine.model)
-    return {n: local_tensor(p.grad).detach().clone() for n, p in named if p.grad is not None and p.grad.numel()}
+    found = {name: zero.local_grad(p) for name, p in named_parameters(engine.model)}
+    local = {name: local_tensor(grad) for name, grad in found.items() if grad is not None}
+    return {name: grad.detach().clone() for name, grad in local.items() if grad.numel()}
 
 
 def whole_grads(engine: DataParallelEngine) -> dict[str, Tensor]:
-    """Unsharded gradients (DDP and FSDP2), on every rank."""
+    """Unsharded gradients (of DDP, FSDP2 and DeepSpeed), on every rank."""
     found = {}
     for name, parameter in named_parameters(engine.model):
-        grad = parameter.grad
+        if zero.is_engine(engine.model):
+            from deepspeed.utils import safe_get_full_grad
+
+            grad = safe_get_full_grad(parameter)
+        else:
+            grad = parameter.grad
         assert grad is not None, name
         found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).detach().clone()
     return found
+
+
+class Boundary:
+    """Calls back at each boundary, before gradients are clipped."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.boundary = call
+
+    def forward_ended(self, loss: Tensor) -> None:
+        """Nothing to note."""
+
+    def backward_ended(self) -> None:
+        """Nothing to note."""
 
 
 def train(
@@ -120,14 +184,8 @@ def train(
     engine = build_engine(job)
     torch.manual_seed(100 + rank)
     outcome = Outcome([], [], [], [], {}, [])
-    clip = engine.clip_gradients
-
-    def snapshot(max_norm: float) -> float:
-        outcome.grads.append(grads_of(engine))
-        return clip(max_norm)
-
-    engine.clip_gradients = snapshot  # type: ignore[method-assign]
-    vocab = engine.model.config.vocab_size if hasattr(engine.model, "config") else SMALL["vocab_size"]
+    engine.observer = Boundary(lambda: outcome.grads.append(grads_of(engine)))
+    vocab = (SMALL | job.model)["vocab_size"]
     for step in range(job.steps):
         batches = [rows_of(job, step, m, rank, world, vocab) for m in range(job.accumulation)]
         result = engine.train_step(batches, measure=True)
@@ -137,9 +195,15 @@ def train(
         assert engine.memory is not None
         outcome.memory.append(engine.memory)
     outcome.weights = {n: local_tensor(p).detach().clone() for n, p in named_parameters(engine.model) if p.numel()}
+    engine.close()
     return outcome
 
 
 def train_all(rank: int, world: int, jobs: list[Job]) -> list[Outcome]:
     """Several jobs in a row, so that a matrix costs one round trip to the ranks."""
     return [train(rank, world, job) for job in jobs]
+
+
+def train_all_wholly(rank: int, world: int, jobs: list[Job]) -> list[Outcome]:
+    """As :func:`train_all`, with whole gradients instead of this rank's."""
+    return [train(rank, world, job, grads_of=whole_grads) for job in jobs]
