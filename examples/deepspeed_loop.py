@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dist_ckpt import MemoryMeter, apply, guard_accumulation  # added
+from dist_ckpt import apply, guard_accumulation  # added
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -32,21 +32,16 @@ def main(policy: Any = "selective", steps: int = 3) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     guard_accumulation(engine)  # added: more backwards than configured raise instead of losing gradients
-    meter = MemoryMeter(engine)  # added, if you want to see the memory
     losses = []
     for step in range(steps):
-        for number in range(engine.gradient_accumulation_steps()):
+        for _ in range(engine.gradient_accumulation_steps()):
             batch = torch.randn(4, 32, 64)
             loss = (engine(batch) - batch).square().mean()
-            meter.after_forward(loss)  # added, if you want to see the memory
             engine.backward(loss)
-            losses.append(loss.item())
-            del loss
-            if number + 1 == engine.gradient_accumulation_steps():
-                memory = meter.boundary(step)  # added, if you want to see the memory
             engine.step()
+            losses.append(loss.item())
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {losses[-1]:.4f}, activations {memory.activations / 2**20:.2f} MiB")
+            print(f"step {step}: loss {losses[-1]:.4f}")
     return losses
 
 

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tests.ranks import RankGroups
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+ON_TWO_RANKS = ["deepspeed_loop", "deepspeed_pipeline"]
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ON_TWO_RANKS)
 QUICK = ["plain_loop", "resnet"]
 POLICIES: list[Any] = ["full", "selective", {"mode": "segments", "k": 2}, {"mode": "nested", "k": 2}]
 
@@ -26,6 +30,14 @@ def main_of(name: str) -> Callable[..., list[float]]:
     return module.main
 
 
+def losses_of(rank: int, world: int, name: str, policy: Any) -> list[float]:
+    from dist_ckpt.compat.deepspeed import start
+
+    start(torch.device("cpu"))
+    torch.manual_seed(rank)
+    return main_of(name)(policy)
+
+
 def check(name: str, policy: Any) -> None:
     main = main_of(name)
     losses = main(policy)
@@ -34,7 +46,7 @@ def check(name: str, policy: Any) -> None:
 
 def test_each_example_is_there_and_marks_what_it_adds() -> None:
     assert NAMES == ["accelerate_loop", "hf_trainer", "lightning_module", "lora", "plain_loop", "resnet"]
-    for name in NAMES:
+    for name in (*NAMES, *ON_TWO_RANKS):
         added = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if "# added" in line]
         assert 2 <= len(added) <= 5, name
         assert any("apply(" in line for line in added) and any("import" in line for line in added)
@@ -50,6 +62,14 @@ def test_quick_examples_train_as_without_a_plan(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_train_as_without_a_plan(name: str, policy: Any) -> None:
     check(name, policy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_examples_on_two_ranks_train_as_without_a_plan(ranks: RankGroups, name: str, policy: Any) -> None:
+    losses = ranks(2).run(losses_of, name, policy)
+    assert losses == ranks(2).run(losses_of, name, "none") and len(set(losses[0])) > 2
 
 
 @pytest.mark.full
