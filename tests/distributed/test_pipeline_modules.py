@@ -217,12 +217,19 @@ TIMES: list[tuple[str, Any, tuple[float, float]]] = [
 GPT = Run("usual", "full", "GPTModelPipe")
 """In a net of that name DeepSpeed itself would skip the blocks."""
 SEEDED = (Run("usual", None, options={"seed_layers": True}), Run("usual", "full", options={"seed_layers": True}))
+ZERO = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+SHARDED = (Run("usual", config=ZERO), Run("usual", "selective", config=ZERO))
 
 
 @pytest.fixture(scope="module")
 def results(ranks: RankGroups) -> Mapping[str, Any]:
     """Of each run, what each rank returned."""
-    runs = [*map(Run, BLOCKS), *(Run(kind, policy) for kind, policy, _ in TIMES), GPT, *SEEDED]
+    runs = [*map(Run, BLOCKS), *(Run(kind, policy) for kind, policy, _ in TIMES), GPT, *SEEDED, *SHARDED]
     by_rank = ranks(2).run(trained, runs)
     return {str(run): found for run, found in zip(runs, zip(*by_rank, strict=True), strict=True)}
 
@@ -252,6 +259,14 @@ def test_no_class_name_of_the_net_makes_a_difference(results: Mapping[str, Any])
 def test_seeds_of_layers_are_those_without_a_plan(results: Mapping[str, Any]) -> None:
     plain, with_plan = (results[str(run)] for run in SEEDED)
     assert all(map(same, with_plan, plain)) and not same(plain[1], results[str(Run("usual"))][1])
+
+
+def test_zero_1_in_bf16_loses_nothing_either(results: Mapping[str, Any]) -> None:
+    plain, with_plan = (results[str(run)] for run in SHARDED)
+    for stage in range(2):
+        assert same(with_plan[stage], plain[stage])
+        assert with_plan[stage]["calls"]["block"] == 2 * plain[stage]["calls"]["block"]
+    assert plain[1]["losses"] != results[str(Run("usual"))][1]["losses"]
 
 
 def plan_alone(rank: int, world: int, kind: str, policy: Any) -> tuple[str, list[str]]:
