@@ -27,7 +27,8 @@ def guard_accumulation(engine: Any) -> None:
     - ``backward()`` and then ``step()`` for each micro-batch, ``gradient_accumulation_steps`` times an update;
     - ``set_gradient_accumulation_boundary(False)`` for all backwards but the last of an update, ``True`` before that
       one and its ``step()``;
-    - ``no_sync()`` around all backwards but the last, as far as the stage allows it;
+    - ``no_sync()`` around all backwards but the last of an update, with ``"gradient_accumulation_steps": 1``, without
+      ZeRO;
     - ``coalesce_grad_reduction()``, and ``"managed_gradient_accumulation": false``.
 
     ``loss.backward()`` counts as ``engine.backward(loss)`` does, where the loss comes from the engine's forward.
@@ -63,6 +64,8 @@ class _Guard:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._since_step = 0
+        self._unsynced = 0
+        """Backwards within ``no_sync()`` since the last ``step()``."""
         self._since_update = 0
         self._is_reduced = False
         """Whether the backward has run that reduces the update's gradients."""
@@ -83,7 +86,10 @@ class _Guard:
         @functools.wraps(ended)
         def run(*args: Any, **kwargs: Any) -> Any:
             result = ended(*args, **kwargs)
-            self._since_step += not self._engine.inside_no_sync_ctxt
+            if self._engine.inside_no_sync_ctxt:
+                self._unsynced += 1
+            else:
+                self._since_step += 1
             self._since_update += 1
             self._is_reduced = self._is_reduced or self._reduces()
             return result
@@ -109,7 +115,7 @@ class _Guard:
         def run(*args: Any, **kwargs: Any) -> Any:
             updates = self._check_step()
             result = step(*args, **kwargs)
-            self._since_step = 0
+            self._since_step = self._unsynced = 0
             if updates:
                 self._since_update, self._is_reduced = 0, False
             return result
@@ -151,7 +157,16 @@ class _Guard:
                 else "no backward has run since the last update"
             )
             raise EngineError(f"engine.step() would change the weights without the gradients of an update: {what}")
-        if not updates and not self._since_step and not zero.boundary_is_set(engine):
+        if updates or zero.boundary_is_set(engine):
+            return updates
+        if self._unsynced:
+            raise EngineError(
+                f"engine.step() after {self._since_update} backwards, some of them within no_sync(), is no update: "
+                "DeepSpeed counts calls of step() up to gradient_accumulation_steps="
+                f"{engine.gradient_accumulation_steps()}. Set that to 1, or leave no_sync() out and call step() after "
+                "each backward"
+            )
+        if not self._since_step:
             raise EngineError(
                 "engine.step() without a backward since the last one: DeepSpeed would count a micro-batch that never "
                 "ran, and update the weights too early"
