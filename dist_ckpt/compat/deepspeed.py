@@ -6,11 +6,12 @@ DeepSpeed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def load() -> Any:
     return deepspeed
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """While DeepSpeed is imported it looks for a device and warns on stdout; afterwards what it logs goes to the root
     logger, and so to the log file of a run, instead of to its own handler on stdout (deepspeed/utils/logging.py)."""
@@ -126,7 +127,8 @@ def build(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], dev
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=data)[0]
+    with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints how much memory there is
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=data)[0]
     undo_first_step(engine)
     return engine
 

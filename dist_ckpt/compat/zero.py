@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 _PARAMS = (
     "bit16_groups_flat",
@@ -117,10 +116,8 @@ def grads_of_parameter(parameter: Tensor) -> Iterator[Tensor]:
 def buckets(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """Buffers in which gradients are gathered for communication."""
     for dtype, bucket in (getattr(optimizer, "ipg_buckets", None) or {}).items():
-        held = getattr(bucket, "buffer", None)
-        for tensor in tree_leaves(held):
-            if isinstance(tensor, Tensor):
-                yield f"bucket of {dtype}", tensor
+        for tensor in _tensors(getattr(bucket, "buffer", None)):
+            yield f"bucket of {dtype}", tensor
 
 
 def states(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
@@ -133,9 +130,17 @@ def states(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _held(optimizer: Any, attributes: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     for attribute in attributes:
-        for leaf in tree_leaves(getattr(optimizer, attribute, None)):
-            if isinstance(leaf, Tensor):
-                yield attribute, leaf
+        for tensor in _tensors(getattr(optimizer, attribute, None)):
+            yield attribute, tensor
+
+
+def _tensors(node: Any) -> Iterator[Tensor]:
+    """Those in nested containers, DeepSpeed's own kinds of list among them (``GradPartitionBufferGroup``)."""
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, (list, tuple, dict)):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _tensors(child)
 
 
 def local_grad(parameter: Any) -> Tensor | None:
