@@ -24,6 +24,8 @@ from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
 from dist_ckpt.stages import LayerList, layers_of
+from dist_ckpt.states.source import StateSource
+from dist_ckpt.states.training_state import load_state, save_state
 
 if TYPE_CHECKING:
     from dist_ckpt.deepspeed_config import DeepSpeedConfig
@@ -168,12 +170,18 @@ class Engine(ABC):
         """(category, name, local tensor) of all lasting memory."""
 
     @abstractmethod
+    def training_state(self) -> StateSource:
+        """The weights and moments as a training state names them."""
+
     def save(self, path: str, extra: dict[str, Any]) -> None:
         """Writes the training state; all ranks call it."""
+        save_state(path, self.training_state(), extra | {"step": self.step})
 
-    @abstractmethod
     def load(self, path: str) -> dict[str, Any]:
         """Reads a training state and returns its ``extra``; all ranks call it."""
+        extra = load_state(path, self.training_state())
+        self.step = int(extra["step"])
+        return extra
 
     def accumulation_cost_bytes(self) -> int:
         """What this rank holds of unsharded fp32 gradients until the boundary, once prepared."""

@@ -21,7 +21,8 @@ from dist_ckpt.memory.ledger import Owner, owners_of
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
-from dist_ckpt.states.training_state import load_training_state, save_training_state
+from dist_ckpt.states.modules import ModuleSource
+from dist_ckpt.states.source import StateSource
 from dist_ckpt.wrap.apply import apply_plan
 from dist_ckpt.wrap.module import why_uncompiled
 
@@ -132,13 +133,8 @@ class DataParallelEngine(Engine):
     def owners(self) -> Iterator[Owner]:
         return owners_of(self.model, self.optimizer)
 
-    def save(self, path: str, extra: dict[str, Any]) -> None:
-        save_training_state(path, self.model, self.optimizer, extra | {"step": self.step})
-
-    def load(self, path: str) -> dict[str, Any]:
-        extra = load_training_state(path, self.model, self.optimizer)
-        self.step = int(extra["step"])
-        return extra
+    def training_state(self) -> StateSource:
+        return ModuleSource(self.model, self.optimizer)
 
     def _build(self, model: nn.Module, blocks: Sequence[str]) -> None:
         """Sets ``model`` and ``optimizer``."""

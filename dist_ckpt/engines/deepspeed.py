@@ -23,6 +23,8 @@ from dist_ckpt.errors import EngineError
 from dist_ckpt.guards.accumulation import guard_accumulation
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
+from dist_ckpt.states.deepspeed import DeepSpeedSource
+from dist_ckpt.states.source import StateSource
 
 
 class DeepSpeedEngine(DataParallelEngine):
@@ -72,6 +74,9 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def clip_gradients(self, max_norm: float) -> float:
         raise AssertionError("DeepSpeed clips in its step")
+
+    def training_state(self) -> StateSource:
+        return DeepSpeedSource(self.model)
 
     def close(self) -> None:
         compat.close(self.model)

@@ -17,7 +17,16 @@ from torch.optim import Optimizer
 from dist_ckpt.batch import Batch
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.compat import deepspeed_pipe as pipe
-from dist_ckpt.engines.base import Engine, NonFiniteError, StepResult, TrainingOptions, materialize, refuse_other_meshes
+from dist_ckpt.deepspeed_config import DeepSpeedConfig
+from dist_ckpt.engines.base import (
+    Engine,
+    NonFiniteError,
+    StepResult,
+    TrainingOptions,
+    blocks_if_any,
+    materialize,
+    refuse_other_meshes,
+)
 from dist_ckpt.engines.data_parallel import compile_blocks
 from dist_ckpt.engines.feed import Feed, agree
 from dist_ckpt.engines.gradients import LostGradients
@@ -31,7 +40,7 @@ from dist_ckpt.plan import Plan
 from dist_ckpt.schedule import data_rank_of, stage_of
 from dist_ckpt.stages import Layer, LayerList, layers_by_stage
 from dist_ckpt.states.deepspeed import DeepSpeedSource
-from dist_ckpt.states.training_state import load_state, save_state
+from dist_ckpt.states.source import StateSource
 from dist_ckpt.wrap.apply import apply_plan
 
 
@@ -70,7 +79,7 @@ class PipelineEngine(Engine):
         return dist.get_world_size() // self.stages
 
     @property
-    def _config(self) -> Any:
+    def _config(self) -> DeepSpeedConfig:
         assert self.options.deepspeed is not None, "refused without"
         return self.options.deepspeed
 
@@ -80,11 +89,8 @@ class PipelineEngine(Engine):
             problems.append("deepspeed_pipe runs a model that is cut into stages, and the plan has none: engine.stages")
         if self.options.deepspeed is None:
             problems.append("deepspeed_pipe needs the options of DeepSpeed: engine.config")
-        elif self._config.stage > 1:
-            problems.append(
-                f"zero_optimization.stage={self._config.stage}: a pipeline takes 0 or 1. From stage 2 on gradients are "
-                "partitioned after each backward, and in a pipeline those of several micro-batches are under way"
-            )
+        else:
+            problems += _refused_options(self.options.deepspeed)
         if self.options.accum_sync == "every":
             problems.append("train.accum_sync=every: a pipeline reduces gradients once an update, at the boundary")
         return problems
@@ -102,6 +108,7 @@ class PipelineEngine(Engine):
         if world % self.stages:
             raise EngineError(f"engine.stages={self.stages} does not divide the {world} ranks")
         self.stage = stage_of(rank, world, self.stages)
+        blocks = blocks_if_any(model) or plan.blocks
         self._layers = self.options.layers(model)
         by_stage = layers_by_stage(self._layers, plan.stages)
         refuse_untrained(model, plan.stages)
@@ -110,8 +117,8 @@ class PipelineEngine(Engine):
             self._lost_gradients = LostGradients(model, self._loss_sum)
         apply_plan(model, plan)  # to the whole model, which has no memory yet, so that all of the plan is checked
         keep_stage(model, plan.stages, self.stage)
-        if self.options.compile:
-            compile_blocks(model, [b for b in plan.blocks if b in dict(model.named_modules())])
+        if self.options.compile and (mine := [name for name in blocks if name in dict(model.named_modules())]):
+            compile_blocks(model, mine)
         materialize(model, self.device, self._initialize)
         model.train()
         self.model = model
@@ -186,21 +193,13 @@ class PipelineEngine(Engine):
         """Of each token's loss in this update."""
         return self._update.weight
 
-    def save(self, path: str, extra: dict[str, Any]) -> None:
-        save_state(path, self._source(), extra | {"step": self.step})
-
-    def load(self, path: str) -> dict[str, Any]:
-        extra = load_state(path, self._source())
-        self.step = int(extra["step"])
-        return extra
-
     def close(self) -> None:
         compat.close(self.deepspeed)
 
-    def _source(self) -> DeepSpeedSource:
+    def training_state(self) -> StateSource:
         # A shared weight has its first name on every stage; the first of them saves it.
-        elsewhere = {name: name for name, p in named_parameters(self.model) if pipe.is_copy(p)}
-        return DeepSpeedSource(self.deepspeed, self.model, tied=elsewhere)
+        elsewhere = {name for name, p in named_parameters(self.model) if pipe.is_copy(p)}
+        return DeepSpeedSource(self.deepspeed, self.model, elsewhere)
 
     def forward_ended(self, roots: Sequence[Tensor]) -> None:
         """Called between a forward and what follows; see :class:`~dist_ckpt.compat.deepspeed_pipe.Watcher`."""
@@ -265,7 +264,7 @@ class PipelineEngine(Engine):
 
     def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
         loss = self._layers.loss(self.model, output, labels)
-        self._update.total += loss.detach().double().cpu()
+        self._update.total = self._update.total + loss.detach().double()
         return loss
 
     def _expect(self, shape: tuple[int, ...]) -> None:
@@ -306,10 +305,21 @@ class _Update:
     """Of each token's loss."""
     measure: bool = False
     micro_batches: Sequence[Batch] = ()
-    total: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    total: Tensor | float = 0.0
     """Sum over the tokens of this pipeline, on its last stage."""
     loss: float = math.nan
     norm: float = math.nan
+
+
+def _refused_options(config: DeepSpeedConfig) -> Iterator[str]:
+    if config.stage > 1:
+        yield (
+            f"zero_optimization.stage={config.stage}: a pipeline takes 0 or 1. From stage 2 on gradients are partitioned "
+            "after each backward, and in a pipeline those of several micro-batches are under way"
+        )
+    if config.data.get("wall_clock_breakdown"):
+        # PipelineEngine._exec_backward_pass and DeepSpeedEngine._backward_prologue both start them in 0.19.8
+        yield "wall_clock_breakdown=true: DeepSpeed's pipeline starts its timers of a backward twice, and stops there"
 
 
 def _pairs(micro_batches: Sequence[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
