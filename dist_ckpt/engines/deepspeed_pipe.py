@@ -314,8 +314,8 @@ class _Update:
 def _refused_options(config: DeepSpeedConfig) -> Iterator[str]:
     if config.stage > 1:
         yield (
-            f"zero_optimization.stage={config.stage}: a pipeline takes 0 or 1. From stage 2 on gradients are partitioned "
-            "after each backward, and in a pipeline those of several micro-batches are under way"
+            f"zero_optimization.stage={config.stage}: a pipeline takes 0 or 1. From stage 2 on gradients are "
+            "partitioned after each backward, and in a pipeline those of several micro-batches are under way"
         )
     if config.data.get("wall_clock_breakdown"):
         # PipelineEngine._exec_backward_pass and DeepSpeedEngine._backward_prologue both start them in 0.19.8

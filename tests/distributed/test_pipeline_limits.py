@@ -294,5 +294,8 @@ def test_refuses_what_no_pipeline_can_do() -> None:
         config = dataclasses.replace(engine.options.deepspeed, stage=zero)  # type: ignore[type-var]
         engine.options = dataclasses.replace(engine.options, deepspeed=config)
         assert f"stage={zero}" in " ".join(engine.refuses(Plan(stages=stages)))
+    timed = dataclasses.replace(config, stage=1, data={**config.data, "wall_clock_breakdown": True})
+    engine.options = dataclasses.replace(engine.options, deepspeed=timed)
+    assert "wall_clock_breakdown" in " ".join(engine.refuses(Plan(stages=stages)))
     engine.options = dataclasses.replace(engine.options, deepspeed=None)
     assert "engine.config" in " ".join(engine.refuses(Plan(stages=stages)))
