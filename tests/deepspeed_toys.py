@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.names import named_buffers, named_parameters
-from tests.state_toys import VOCAB
+from tests.state_toys import VOCAB, WIDTH
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+class Odd(nn.Module):
+    """What models have besides trained matrices. ids: (batch, seq) → summed loss."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.embedding.weight.requires_grad = False
+        self.conv = nn.Conv1d(WIDTH, 5, 3)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.full((5,), float(seed)))
+        self.count: Tensor
+        self.register_buffer("count", torch.tensor(0))
+        self.gain = nn.Parameter(torch.tensor([1.0 + seed]))  # DeepSpeed takes none of shape ()
+        self.unused = nn.Linear(3, 3)
+        self.table: Tensor
+        self.register_buffer("table", torch.full((3,), 0.1), persistent=False)
+        self.head = nn.Linear(5, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.conv(self.embedding(ids).transpose(1, 2)).transpose(1, 2)
+        self.mean.lerp_(x.detach().mean((0, 1)).to(self.mean.dtype), 0.1)
+        self.count += 1
+        x = (x - self.mean.to(x.dtype)) * self.gain
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids[:, 2:].flatten(), reduction="sum")
+
+
 def initialized(
-    model: nn.Module, stage: int, bf16: bool = False, optimizer: Optimizer | None = None, **zero: Any
+    model: nn.Module,
+    stage: int,
+    bf16: bool = False,
+    zero: Mapping[str, Any] = MappingProxyType({}),
+    data: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """``deepspeed.initialize`` with AdamW in two groups, and with buckets and shards of a size that the toy has."""
+    """DeepSpeed's engine, with AdamW in two groups, and with buckets and shards of a size that the toy has.
+
+    Args:
+        zero: options of ``zero_optimization``.
+        data: other options.
+    """
     compat.start(torch.device("cpu"))
     section: dict[str, Any] = {"stage": stage}
     if stage:
@@ -30,11 +69,12 @@ def initialized(
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
-        "zero_optimization": section | zero,
+        "zero_optimization": {**section, **zero},
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": bf16},
+        **data,
     }
-    return compat.build(model, optimizer or two_groups(model), config, torch.device("cpu"))
+    return compat.build(model, two_groups(model), config, torch.device("cpu"))
 
 
 def two_groups(model: nn.Module, **options: Any) -> AdamW:
@@ -71,15 +111,15 @@ def whole(engine: Any) -> dict[str, Tensor]:
     if hasattr(wrapper, "fp32_groups"):  # bf16 without ZeRO
         pairs = zip(itertools.chain(*wrapper.fp16_groups), itertools.chain(*wrapper.fp32_groups), strict=True)
         masters = {id(low): high for low, high in pairs}
-    found = {f"buffer.{name}": value.float() for name, value in named_buffers(engine.module)}
+    found = {f"model.{name}": value.float() for name, value in named_buffers(engine.module)}
     for name, p in named_parameters(engine.module):
-        found[f"low.{name}"] = _gathered(p) if hasattr(p, "ds_id") else p
+        low = found[f"low.{name}"] = _gathered(p) if hasattr(p, "ds_id") else p
         if p.requires_grad and (hasattr(p, "ds_id") or hasattr(p, "_hp_mapping")):
             found[f"model.{name}"] = safe_get_full_fp32_param(p)
             if any(optimizer.state.values()):
                 found |= {f"{kind}.{name}": safe_get_full_optimizer_state(p, kind) for kind in MOMENTS}
         else:
-            master = masters.get(id(p), p)
+            master = masters.get(id(p), low)
             found[f"model.{name}"] = master
             found |= {f"{kind}.{name}": m for kind, m in optimizer.state.get(master, {}).items() if kind in MOMENTS}
     steps = {float(entries["step"]) for entries in optimizer.state.values() if entries}

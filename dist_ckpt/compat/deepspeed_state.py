@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +82,11 @@ def layout_of(engine: Any) -> Layout:
     if engine.has_moe_layers:
         raise StateError("the model has expert-parallel layers, whose training states cannot be saved here")
     if type(optimizer) is DeepSpeedZeroOptimizer:
-        flats = optimizer.single_partition_of_fp32_groups
-        return _in_rows(optimizer, optimizer.bit16_groups, flats)
+        placed = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+        rows = [list(zip(parameters, offsets, strict=True)) for parameters, offsets in placed]
+        return _in_rows(optimizer, rows, optimizer.single_partition_of_fp32_groups)
     if type(optimizer) is BF16_Optimizer:
-        return _in_rows(optimizer, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+        return _in_rows(optimizer, map(_one_after_another, optimizer.bf16_groups), optimizer.fp32_groups_flat_partition)
     if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         return _stage_3(optimizer)
     if type(optimizer) is FP16_UnfusedOptimizer:
@@ -98,17 +100,29 @@ def layout_of(engine: Any) -> Layout:
     )
 
 
-def _in_rows(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]], flats: Sequence[Tensor]) -> Layout:
-    """Stages 1 and 2: ``_hp_mapping`` says which elements of a parameter lie in this rank's share, and where."""
+def _one_after_another(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, int]]:
+    ends = itertools.accumulate(p.numel() for p in parameters)
+    return [(p, end - p.numel()) for p, end in zip(parameters, ends, strict=True)]
+
+
+def _in_rows(optimizer: Any, rows: Iterable[list[tuple[nn.Parameter, int]]], shares: Sequence[Tensor]) -> Layout:
+    """Stages 1 and 2.
+
+    Not by ``_hp_mapping``, which takes parameters in the order of their group also if ``round_robin_gradients`` has
+    put them in another one (utils/mixed_precision_linkage.py).
+
+    Args:
+        rows: of each group of the optimizer, its parameters and at which element each begins.
+        shares: of each group, this rank's equal share of the row, in fp32.
+    """
     held = {}
-    for options, flat, parameters in zip(optimizer.optimizer.param_groups, flats, groups, strict=True):
-        for parameter in parameters:
-            mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-            row, start = slice(0, 0), 0
-            if mapping is not None:
-                first = mapping.hp_fragment_address.start
-                row, start = slice(first, first + mapping.hp_fragment_address.numel), mapping.lp_fragment_address.start
-            held[id(parameter)] = Held(flat, options, parameter.shape, row, start)
+    groups = zip(optimizer.optimizer.param_groups, rows, shares, optimizer.real_dp_process_group, strict=True)
+    for options, row, share, ranks in groups:
+        first = dist.get_rank(ranks) * share.numel()
+        for parameter, offset in row:
+            start, end = (min(max(at, first), first + share.numel()) for at in (offset, offset + parameter.numel()))
+            own = slice(start - first, end - first)
+            held[id(parameter)] = Held(share, options, parameter.shape, own, start - offset if start < end else 0)
 
     def publish() -> None:
         optimizer.update_lp_params()

@@ -7,7 +7,7 @@ Nothing is gathered: each rank writes the elements that it holds and reads those
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,17 +33,6 @@ from dist_ckpt.states.optimizer import moment_key
 from dist_ckpt.states.source import MODEL_PREFIX, Entry, Inventory
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """A parameter that the optimizer steps."""
-
-    name: str
-    """In a state."""
-    held: Held
-    saved: bool
-    """Whether this rank's stage saves it, and no other one."""
-
-
 class DeepSpeedSource:
     """See :class:`dist_ckpt.states.source.StateSource`.
 
@@ -54,16 +43,14 @@ class DeepSpeedSource:
         engine: what ``deepspeed.initialize`` returned, with a torch optimizer passed to it.
         model: the module whose names a state has; of a pipeline the part of the model that this rank's stage has,
             under the names of the whole. By default ``engine.module``.
-        tied: of a pipeline, the first name of each tied weight of the whole model by each of its others. A stage that
-            has a copy of a weight whose first name is on another stage leaves it to that one to save. A copy that has
-            the first name itself stands for itself.
+        elsewhere: of a pipeline, the weights that this rank's stage shares with another one, which saves them.
     """
 
-    def __init__(self, engine: Any, model: nn.Module | None = None, tied: Mapping[str, str] | None = None) -> None:
-        self.staged = tied is not None
+    def __init__(self, engine: Any, model: nn.Module | None = None, elsewhere: Collection[str] | None = None) -> None:
+        self.staged = elsewhere is not None
         self._engine = engine
         self._model: nn.Module = engine.module if model is None else model
-        self._tied = tied or {}
+        self._elsewhere = frozenset(elsewhere or ())
         self._names: StateNames
         self._layout: Layout
         self._moments: dict[str, Tensor | Piece] = {}
@@ -80,23 +67,21 @@ class DeepSpeedSource:
         for held in self._layout.held.values():
             moments_of(self._layout.optimizer, held.master)
         weights = {key: Entry(value.size(), value.dtype) for key, value in self.weights_to_fill().items()}
-        names = frozenset(trained.name for trained in self._trained())
-        tied = {other: first for other, first in {**self._tied, **self._names.canonical}.items() if other != first}
-        return Inventory(type(self._layout.optimizer).__name__, names, tied, weights)
+        names = frozenset(name for name, _ in self._trained())
+        return Inventory(type(self._layout.optimizer).__name__, names, self._names.canonical, weights)
 
     def stepped(self) -> bool:
         return any(self._layout.optimizer.state.values())
 
     def saved_weights(self) -> Mapping[str, Any]:
-        elsewhere = {MODEL_PREFIX + name for name in self._names.stored.values() if name in self._tied}
-        return {key: value for key, value in self._weights() if key not in elsewhere}
+        weights = self.weights_to_fill()
+        return {key: value for key, value in weights.items() if key.removeprefix(MODEL_PREFIX) not in self._elsewhere}
 
     def saved_moments(self) -> Mapping[str, Any]:
         return {
-            moment_key(trained.name, kind): held.part(value) if value.shape == held.master.shape else value
-            for trained in self._trained()
-            if trained.saved
-            for held in (trained.held,)
+            moment_key(name, kind): held.part(value) if value.shape == held.master.shape else value
+            for name, held in self._trained()
+            if name not in self._elsewhere
             for kind, value in moments_of(self._layout.optimizer, held.master).items()
             if value.shape == held.master.shape or held.has_first()
         }
@@ -114,27 +99,38 @@ class DeepSpeedSource:
         return remember
 
     def weights_to_fill(self) -> Mapping[str, Tensor | Piece]:
-        prefix = len(MODEL_PREFIX)
-        return {MODEL_PREFIX + self._tied.get(key[prefix:], key[prefix:]): value for key, value in self._weights()}
+        parameters = {id(parameter): parameter for parameter in self._model.parameters()}
+        buffers = {id(buffer) for buffer in self._model.buffers()}
+        found = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            plain = unwrapped_name(name)
+            if id(value) in parameters:
+                found[MODEL_PREFIX + self._names.stored[id(value)]] = self._weight(parameters[id(value)])
+            elif id(value) in buffers:
+                found[MODEL_PREFIX + plain] = self._in_32_bits(value)
+            else:
+                raise StateError(
+                    f"{plain}: is neither parameter nor buffer; nothing else of a DeepSpeed engine is saved"
+                )
+        return found
 
     def moments_to_fill(self, saved: Collection[str]) -> Mapping[str, Tensor | Piece]:
         """Those of a parameter that has none in the state are zero if it lies in a row with others that have some."""
         optimizer = self._layout.optimizer
         kinds: dict[int, Mapping[str, Moment]] = {}
         self._moments = {}
-        for trained in self._trained():
-            held = trained.held
+        for name, held in self._trained():
             if id(held.group) not in kinds:
                 kinds[id(held.group)] = moment_kinds(optimizer, held)
             of_group = kinds[id(held.group)]
-            if not any(moment_key(trained.name, kind) in saved for kind in of_group):
+            if not any(moment_key(name, kind) in saved for kind in of_group):
                 continue
             if held.master not in optimizer.state:
                 optimizer.state[held.master] = {kind: moment.blank(held.master) for kind, moment in of_group.items()}
             for kind, value in optimizer.state[held.master].items():
                 alike = of_group[kind].alike
                 target = held.part(value) if alike or held.in_row is None else torch.empty_like(value)
-                self._moments[moment_key(trained.name, kind)] = target
+                self._moments[moment_key(name, kind)] = target
         return self._moments
 
     def check_moments(self, where: str) -> None:
@@ -154,38 +150,21 @@ class DeepSpeedSource:
                 self._layout.optimizer.state[master][kind].copy_(next(iter(counts.values())))
         self._layout.publish()
 
-    def _trained(self) -> Iterator[_Trained]:
+    def _trained(self) -> Iterator[tuple[str, Held]]:
         for parameter in self._model.parameters():
             if (held := self._layout.held.get(id(parameter))) is not None:
-                name = self._names.stored[id(parameter)]
-                yield _Trained(self._tied.get(name, name), held, saved=name not in self._tied)
+                yield self._names.stored[id(parameter)], held
 
     def _counts(self) -> Iterator[tuple[Tensor, str, dict[str, Tensor]]]:
         """What a state has for each parameter and the optimizer for several in a row: of each row, by kind and name."""
         rows: dict[tuple[int, str], tuple[Tensor, str, dict[str, Tensor]]] = {}
-        for trained in self._trained():
-            master = trained.held.master
+        for name, held in self._trained():
+            master = held.master
             for kind, value in self._layout.optimizer.state.get(master, {}).items():
-                target = self._moments.get(moment_key(trained.name, kind))
-                if trained.held.in_row is not None and value.shape != master.shape and isinstance(target, Tensor):
-                    rows.setdefault((id(master), kind), (master, kind, {}))[2][trained.name] = target
+                target = self._moments.get(moment_key(name, kind))
+                if held.in_row is not None and value.shape != master.shape and isinstance(target, Tensor):
+                    rows.setdefault((id(master), kind), (master, kind, {}))[2][name] = target
         yield from rows.values()
-
-    def _weights(self) -> Iterator[tuple[str, Tensor | Piece]]:
-        """Weights and buffers by the first of the names that they have on this rank."""
-        parameters = {id(parameter): parameter for parameter in self._model.parameters()}
-        buffers = {id(buffer) for buffer in self._model.buffers()}
-        for name, value in self._model.state_dict(keep_vars=True).items():
-            plain = unwrapped_name(name)
-            if id(value) in parameters:
-                if plain not in self._names.canonical:
-                    yield MODEL_PREFIX + plain, self._weight(parameters[id(value)])
-            elif id(value) in buffers:
-                yield MODEL_PREFIX + plain, self._in_32_bits(value)
-            else:
-                raise StateError(
-                    f"{plain}: is neither parameter nor buffer; nothing else of a DeepSpeed engine is saved"
-                )
 
     def _weight(self, parameter: nn.Parameter) -> Tensor | Piece:
         held = self._layout.held.get(id(parameter))
