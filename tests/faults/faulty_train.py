@@ -1,7 +1,8 @@
 """``launch/train.py`` with a fault in it: FAULT RANK STEP STARTS, then the program's own arguments.
 
-The fault comes in the forward of that step on that rank, between the collectives before it and those in backward;
-step 0 is the filling of the sharded model. It comes in the ``first`` start of the job or in ``all`` of them.
+The fault comes in the forward of that step on that rank, in the first block that the rank has, between the collectives
+before it and those in backward; step 0 is the filling of the model. It comes in the ``first`` start of the job or in
+``all`` of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dist_ckpt.errors import DataError
 from dist_ckpt.trainer.main import main
-from dist_ckpt.trainer.models.llama import Transformer
+from dist_ckpt.trainer.models.llama import Transformer, TransformerBlock
 
 
 def out_of_memory() -> None:
@@ -69,18 +70,20 @@ def install(name: str, step: int) -> None:
     if step == 0:
         Transformer.init_buffers = lambda self: FAULTS[name]()  # type: ignore[method-assign]
         return
-    forward, calls = Transformer.forward, 0
+    forward, calls, first = TransformerBlock.forward, 0, None
 
-    def faulty(self: Transformer, *args: Any, **kwargs: Any) -> Tensor:
-        nonlocal calls
-        calls += self.training  # validation counts no step, and has no fault
-        now = self.training and calls == step
+    def faulty(self: TransformerBlock, *args: Any, **kwargs: Any) -> Tensor:
+        nonlocal calls, first
+        first = self if first is None else first
+        is_recompute = torch._C._current_graph_task_id() != -1
+        calls += self is first and self.training and not is_recompute  # validation counts no step, and has no fault
+        now = self is first and self.training and calls == step
         if now and name != "nan":
             FAULTS[name]()
         result = forward(self, *args, **kwargs)
         return result * float("nan") if now and name == "nan" else result
 
-    Transformer.forward = faulty  # type: ignore[method-assign]
+    TransformerBlock.forward = faulty  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

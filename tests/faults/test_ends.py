@@ -14,7 +14,7 @@ from tests.faults.launching import FAULTY, TINY, Finished, alone, exit_record, f
 from tests.faults.test_mistakes import staggered
 
 OPTIONS = (*TINY, "model.dropout=0.1", "ckpt=selective", "train.steps=12", "train.eval_every=4", "report.every=5")
-ENGINES = ("ddp", "fsdp1", "fsdp2")
+ENGINES = ("ddp", "fsdp1", "fsdp2", "deepspeed", "deepspeed_pipe")
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +135,10 @@ def test_a_fault_on_one_rank_ends_all(tmp_path: Path, rank: int, engine: str) ->
 
 
 @pytest.mark.full
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tmp_path: Path) -> None:
-    arguments = [*faulty("nan", rank=1, step=3), *TINY, "train.save_every=1", "run_dir=run"]
-    finished = torchrun(*arguments, ranks=3, cwd=tmp_path, script=FAULTY)
+@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 3), ("deepspeed", 2), ("deepspeed_pipe", 2)])
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tmp_path: Path, engine: str, ranks: int) -> None:
+    options = [*TINY, f"engine={engine}", "train.save_every=1", "run_dir=run"]
+    finished = torchrun(*faulty("nan", rank=1, step=3), *options, ranks=ranks, cwd=tmp_path, script=FAULTY)
     finished.assert_quick(30)
     assert finished.first_code == 1
     assert len(finished.errors) == 1 and "step 3: loss nan" in finished.errors[0], finished.output

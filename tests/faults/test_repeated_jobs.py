@@ -10,7 +10,7 @@ from tests.faults.launching import TINY, exit_record, torchrun
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "deepspeed", "deepspeed_pipe"])
 def test_ten_short_jobs_end_with_0(tmp_path: Path, engine: str) -> None:
     for number in range(10):
         arguments = [*TINY, f"engine={engine}", "ckpt=full", "train.steps=2", "train.save_every=1"]
