@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.optim import AdamW
 
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.names import named_buffers, named_parameters
+from dist_ckpt.states.files import open_folder
+from dist_ckpt.states.training_state import read_tensors
 from tests.state_toys import VOCAB, WIDTH
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -132,3 +135,22 @@ def _gathered(parameter: nn.Parameter) -> Tensor:
 
     with deepspeed.zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
+
+
+def stored(path: str | Path) -> dict[str, Tensor]:
+    """What a state holds of weights and moments, by the keys of :func:`whole`."""
+    state = open_folder(Path(path))
+    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in state.entries.items()}
+    read_tensors(state, tensors)
+    return by_kind({key: value for key, value in tensors.items() if not key.startswith("rng.")})
+
+
+def by_kind(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state, by the keys of :func:`whole`."""
+    found = {key: value for key, value in tensors.items() if key.startswith("model.")}
+    for key, value in tensors.items():
+        name, _, kind = key.removeprefix("optimizer.state.").rpartition(".")
+        if key.startswith("optimizer.") and kind != "step":
+            found[f"{kind}.{name}"] = value
+    found["steps"] = torch.tensor(sorted({float(value) for key, value in tensors.items() if key.endswith(".step")}))
+    return found

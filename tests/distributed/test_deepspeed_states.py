@@ -17,8 +17,9 @@ from dist_ckpt.states.deepspeed import DeepSpeedSource
 from dist_ckpt.states.files import open_folder
 from dist_ckpt.states.modules import ModuleSource
 from dist_ckpt.states.source import StateSource
-from dist_ckpt.states.training_state import load_state, read_tensors, save_state
+from dist_ckpt.states.training_state import load_state, save_state
 from tests import deepspeed_toys, state_toys
+from tests.deepspeed_toys import by_kind, stored
 from tests.ranks import RankGroups
 from tests.state_toys import Toy, sharded
 
@@ -68,7 +69,7 @@ class Training:
         if self.zero:
             return deepspeed_toys.whole(self.engine)
         tensors = state_toys.whole(self.model, self.optimizer)["tensors"]
-        return _by_kind({key.replace("optimizer.", "optimizer.state."): value for key, value in tensors.items()})
+        return by_kind({key.replace("optimizer.", "optimizer.state."): value for key, value in tensors.items()})
 
 
 @contextmanager
@@ -79,24 +80,6 @@ def training(at: At, model: nn.Module) -> Iterator[Training]:
     finally:
         if begun.zero:
             compat.close(begun.engine)
-
-
-def stored(path: str | Path) -> dict[str, Tensor]:
-    """What a state holds of weights and moments, by the keys of :meth:`Training.whole`."""
-    state = open_folder(Path(path))
-    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in state.entries.items()}
-    read_tensors(state, tensors)
-    return _by_kind({key: value for key, value in tensors.items() if not key.startswith("rng.")})
-
-
-def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = {key: value for key, value in tensors.items() if key.startswith("model.")}
-    for key, value in tensors.items():
-        name, _, kind = key.removeprefix("optimizer.state.").rpartition(".")
-        if key.startswith("optimizer.") and kind != "step":
-            found[f"{kind}.{name}"] = value
-    found["steps"] = torch.tensor(sorted({float(value) for key, value in tensors.items() if key.endswith(".step")}))
-    return found
 
 
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
