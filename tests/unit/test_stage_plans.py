@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dist_ckpt import Plan, PlanError, Region, apply_plan, make_plan
+from dist_ckpt.blocks import find_blocks
 from dist_ckpt.engines.stage import keep_stage
 from dist_ckpt.plan import OpRule, SaveRule, Stages, stages_of
 from dist_ckpt.policy import NestedPolicy, NoPolicy, PerStagePolicy, SelectivePolicy, policy_from
@@ -156,7 +157,11 @@ EMBEDDING_ALONE: Stages = (("embed",), ("blocks.0", "blocks.1", "blocks.2", "blo
         (["full"] * 3, stages_for(2, 2), r"has 3 policies, and there are 2 stages.*no more"),
         ([], stages_for(2, 2), r"has 0 policies"),
         (["full", "full"], EMBEDDING_ALONE, r"\[0\]: stage 0 has no blocks, only embed; mode 'none' leaves"),
-        (["none", {"mode": "first_n", "n": 3}], stages_for(2, 2), r"per_stage\[1\]: ckpt\.n=3: there are 2 blocks"),
+        (
+            ["none", {"mode": "first_n", "n": 3}],
+            stages_for(2, 2),
+            r"per_stage\[1\]: ckpt\.n=3: there are 2 blocks; mode 'full'",
+        ),
         (
             ["none", {"mode": "full", "exclude": "blocks.0"}],
             stages_for(2, 2),
@@ -235,6 +240,12 @@ def test_a_piece_of_one_block_is_the_region_that_was_nested_there() -> None:
     assert first == Region(("blocks.0",), SaveRule("offload", rules), determinism_check="none")
     assert second.modules == ("blocks.1", "blocks.2") and second.save == SaveRule("offload")
     assert [inner.save for inner in second.inner] == [SaveRule(ops=rules)] * 2
+
+
+def test_a_piece_keeps_what_was_nested_beside_the_region_that_it_becomes() -> None:
+    inner = (Region(("blocks.0",)), Region(("blocks.0.mlp",)))
+    first, _ = Plan(regions=(Region(("blocks.0", "blocks.1"), inner=inner),)).cut(stages_for(1, 1)).regions
+    assert first == Region(("blocks.0",), inner=(Region(("blocks.0.mlp",)),))
 
 
 def test_segments_that_nest_are_split_at_each_level() -> None:
@@ -331,24 +342,24 @@ def test_a_segment_of_a_part_runs_as_one() -> None:
     assert sorted(forwards) == sorted(["blocks.1", "blocks.2", "blocks.3"] * 2)
 
 
+class Mixture(nn.Module):
+    """A block that holds a list of alike modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+
+
 def test_lists_inside_the_only_block_of_a_stage_are_no_blocks() -> None:
     """What is repeated in one stage need not be what the model repeats."""
-
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(Block() for _ in range(3))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
-            self.layers = nn.ModuleList(Mixture() for _ in range(2))
-
-    stages = (("embed", "layers.0"), ("layers.1", "head"))
-    plan = make_plan(Model(), "full", stages=stages)
-    assert plan.blocks == ("layers.0", "layers.1")
-    apply_plan(stage_model(Model(), stages, 1), plan.part(1))
+    model = nn.Sequential(nn.Linear(4, 8), Mixture(), Mixture(), nn.Linear(8, 2))
+    stages = (("0", "1"), ("2", "3"))
+    plan = make_plan(model, "full", stages=stages)
+    assert plan.blocks == ("1", "2")
+    own = stage_model(model, stages, 1)
+    assert find_blocks(own) == ("2.experts.0", "2.experts.1", "2.experts.2")
+    apply_plan(own, plan.part(1))
+    assert is_recomputed(own.get_submodule("2"))
 
 
 def test_a_part_is_refused_by_other_models() -> None:

@@ -155,6 +155,12 @@ def test_the_largest_stage_is_the_smallest_possible(seed: int) -> None:
     assert all(found)
 
 
+def test_the_largest_stage_counts_before_the_evenness_of_all() -> None:
+    """The least sum of squares would be that of stages with 9, 10 and 15."""
+    model = nn.Sequential(*(nn.Linear(1, width, bias=False) for width in (4, 5, 5, 5, 9, 6)))
+    assert partition(layers_of(model), model, 3, "parameters") == (("0", "1", "2"), ("3", "4"), ("5",))
+
+
 def test_a_weight_that_layers_share_counts_once_in_a_stage() -> None:
     model = nn.Sequential(*(nn.Linear(4, width, bias=False) for width in (25, 25, 15)))
     assert partition(layers_of(model), model, 2, "parameters") == (("0",), ("1", "2"))
