@@ -49,7 +49,7 @@ def whole_pipeline(net: nn.Module) -> nn.Module:
     specs = list(_specs(net))
     whole = type(type(net).__name__, (nn.Sequential,), {})()
     if any(_is_tied(spec) for spec in specs):
-        whole.add_module("tied_modules", nn.ModuleDict())
+        whole.add_module("tied_modules", nn.Module())  # no ModuleDict: what lies in a list looks like a block
     for index, spec in enumerate(specs):
         name = _registered_name(index, spec)
         parent, _, child = name.rpartition(".")
