@@ -133,6 +133,21 @@ def build(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], dev
     return engine
 
 
+@contextlib.contextmanager
+def forwards_forgotten() -> Iterator[None]:
+    """A backward, after which ZeRO-3 knows of no module whose forward is running.
+
+    Its hooks keep a stack of them (runtime/zero/parameter_offload.py, FWD_MODULE_STACK), to which a parameter that is
+    used outside of its module is ascribed. A recompute that stops early leaves its modules there.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    depth = len(stack)
+    yield
+    del stack[depth:]
+
+
 def close(engine: Any) -> None:
     """Ends an engine of :func:`build`, so that its model can be used and freed.
 

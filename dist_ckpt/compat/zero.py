@@ -41,6 +41,19 @@ _GRADS = (
     "temp_grad_buffer_for_gpu_offload",
 )
 _GRADS_OF_PARAMETER = ("grad_accum", "_hp_grad")
+MODULE_ATTRIBUTES = (
+    "applied_pre_backward_ref_cnt",
+    "ds_grads_remaining",
+    "ds_id",
+    "ds_inflight_param_registry",
+    "ds_model_granularity",
+    "ds_recompute_parameters",
+    "pre_bwd_fn",
+    "post_bwd_fn",
+    "_external_params",
+    "_original_parameters",
+)
+"""What ZeRO-3 keeps at each module (runtime/zero/parameter_offload.py)."""
 
 
 @functools.cache

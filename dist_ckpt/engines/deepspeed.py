@@ -107,7 +107,8 @@ class DeepSpeedEngine(DataParallelEngine):
         return super()._count_tokens(micro_batches)
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
-        self.model.backward(loss, scale_wrt_gas=False)  # the loss is weighted already
+        with compat.forwards_forgotten():
+            self.model.backward(loss, scale_wrt_gas=False)  # the loss is weighted already
         if not is_last:
             self.model.step()  # counts a micro-batch, no more
 

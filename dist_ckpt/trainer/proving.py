@@ -102,6 +102,7 @@ def _observed(job: Job, applied: Plan) -> Observation:
 
     seen = observer.run(step)
     seen.saved_bytes = None if engine.memory is None else engine.memory.activations
+    engine.close()
     return seen
 
 

@@ -26,7 +26,7 @@ HELPER_DEPTH = 4
 MISSING = object()
 """What a name that is not there is bound to."""
 
-_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "dist_ckpt"}
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "deepspeed", "dist_ckpt"}
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,9 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def is_foreign(thing: Any) -> bool:
-    """Whether a class or function belongs to Python, torch or numpy: what they keep is none of a model's state."""
+    """Whether a class or function belongs to Python, torch, numpy or DeepSpeed, which keep no state of a model."""
     package = (getattr(thing, "__module__", None) or "builtins").partition(".")[0]
-    return package in ("torch", "numpy", "dist_ckpt") or package in sys.stdlib_module_names
+    return package in ("torch", "numpy", "deepspeed", "dist_ckpt") or package in sys.stdlib_module_names
 
 
 def is_array(value: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
+from dist_ckpt.compat import zero
 from dist_ckpt.generators import generator_state, restore_generator
 from dist_ckpt.names import named_modules, named_parameters, own_class
 from dist_ckpt.verification.bindings import Binding, class_bindings, function_bindings
@@ -26,7 +27,7 @@ Look = Mapping[Key, Any]
 """What was found: plain values, and fingerprints of tensors."""
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_NOT_STATE = ("_dist_ckpt_", "_fsdp_", "_is_hf_initialized")
+_NOT_STATE = ("_dist_ckpt_", "_fsdp_", "_is_hf_initialized", *zero.MODULE_ATTRIBUTES)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -107,8 +108,9 @@ class Roots:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP holds the model's parameters."""
-    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
+    """Whether FSDP or ZeRO-3 holds the model's parameters."""
+    is_fsdp = any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
+    return is_fsdp or any(zero.is_partitioned(parameter) for parameter in model.parameters())
 
 
 def look(walk: Walk) -> Look:
