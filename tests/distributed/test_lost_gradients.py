@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dist_ckpt.engines import ENGINES, TrainingOptions
 from dist_ckpt.errors import PlanError
-from dist_ckpt.planning import make_plan
+from tests.distributed.training import Job, engine_for
 from tests.ranks import RankGroups
 
 
@@ -55,18 +55,31 @@ def outcomes(rank: int, world: int, engine: str, cases: list[tuple[dict[str, boo
     for kind, policy, check in cases:
         torch.manual_seed(0)
         model = Model(**kind)
-        built = ENGINES[engine](TrainingOptions(check_gradients=check), torch.device("cpu"), lambda m, b: m(**b))
-        built.prepare(model, make_plan(model, policy))
+        job = Job(engine, policy=policy, accumulation=1, options={"check_gradients": check})
+        built = engine_for(job, model, lambda m, b: m(**b))
         torch.manual_seed(rank)
         batch = {name: torch.randint(0, 11, (2, 6)) for name in ("input_ids", "labels")}
         try:
             found.append(f"loss {built.train_step([batch]).loss:.3f}")
         except PlanError as error:
             found.append(str(error))
+        built.close()
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+ZERO = [f"deepspeed, ZeRO {stage}" for stage in range(4)]
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "ddp",
+        "fsdp1",
+        "fsdp2",
+        *(pytest.param(one, marks=[needs_deepspeed, *([pytest.mark.full] if one != ZERO[3] else [])]) for one in ZERO),
+    ],
+)
 def test_a_lost_gradient_stops_every_rank(ranks: RankGroups, engine: str) -> None:
     plan = {"mode": "full", "blocks": ["layers.0", "layers.2"]}
     cases = [
