@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dist_ckpt.engines.base import NonFiniteError
+from dist_ckpt.errors import EngineError
+from dist_ckpt.names import named_parameters
 from dist_ckpt.trainer.models.config import Loss
 from tests.distributed.test_gradients import distance, one_process
 from tests.distributed.test_parity import assert_same
-from tests.distributed.training import Job, train_all, train_all_wholly
+from tests.distributed.training import (
+    SMALL,
+    Boundary,
+    Job,
+    build_engine,
+    engine_for,
+    rows_of,
+    train_all,
+    train_all_wholly,
+    whole_grads,
+)
 from tests.ranks import RankGroups
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -110,3 +124,137 @@ def test_gradients_are_those_of_one_process(ranks: RankGroups) -> None:
 
 def total_norm(grads: dict[str, Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(list(grads.values()))
+
+
+class Block(nn.Module):
+    """Has parameters of its own, and linear layers with biases: ZeRO-3 gathers and adds those in ways of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.mix = nn.Parameter(torch.randn(width, width) * 0.2)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.gelu((x * self.scale + self.shift) @ self.mix)
+        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(hidden))), 0.1)
+
+
+class Net(nn.Module):
+    """Runs its blocks in turn, the first one twice."""
+
+    def __init__(self, tied: bool, width: int = 16, vocab: int = 13) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, vocab)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(input_ids))
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=13, n_positions=16, use_cache=False)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def gpt2_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+MODELS: dict[str, Any] = {
+    "own": (functools.partial(Net, False), lambda model, batch: model(**batch)),
+    "tied": (functools.partial(Net, True), lambda model, batch: model(**batch)),
+    "gpt2": (gpt2, gpt2_loss),
+}
+
+
+def train_model(rank: int, world: int, kind: str, jobs: list[Job]) -> list[tuple[list[float], list[dict[str, Tensor]]]]:
+    """Losses and whole gradients of three updates of each job."""
+    make, loss_sum = MODELS[kind]
+    found = []
+    for job in jobs:
+        torch.manual_seed(0)
+        engine = engine_for(job, make(), loss_sum)
+        torch.manual_seed(rank)
+        grads: list[dict[str, Tensor]] = []
+        engine.observer = Boundary(functools.partial(_keep, engine, grads))
+        losses = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            batch = {name: torch.randint(0, 13, (2, 9), generator=generator) for name in ("input_ids", "labels")}
+            losses.append(engine.train_step([batch, batch]).loss)
+        found.append((losses, grads))
+        engine.close()
+    return found
+
+
+def _keep(engine: Any, grads: list[dict[str, Tensor]]) -> None:
+    grads.append(whole_grads(engine))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_policies_change_no_bit_of_other_models(ranks: RankGroups, stage: str, kind: str) -> None:
+    policies: list[Any] = [*POLICIES[:2], {"mode": "segments", "k": 2}, {"mode": "nested", "k": 2}, "offload"]
+    if kind != "gpt2":
+        policies.append({"mode": "nested", "k": 2, "save": ["matmul"]})
+    jobs = [Job(stage, policy=policy, accumulation=2) for policy in ("none", *policies)]
+    if stage == STAGES[3]:  # some of the blocks' own parameters stay gathered
+        jobs += [dataclasses.replace(job, zero={"stage3_param_persistence_threshold": 20}) for job in jobs]
+    for (losses, grads), *with_policies in ranks(2).run(train_model, kind, jobs, timeout_s=300):
+        assert len(grads) == 3 and all(g.abs().sum() > 0 for g in grads[0].values())
+        for found_losses, found in with_policies:
+            assert found_losses == losses
+            for one, other in zip(found, grads, strict=True):
+                assert one.keys() == other.keys()
+                for name in other:
+                    assert torch.equal(one[name], other[name]), name
+
+
+def refusals(rank: int, world: int, stage: str) -> list[str]:
+    """What an engine says to another number of micro-batches, and to a gradient that is not finite."""
+    said = []
+    job = Job(stage, accumulation=2)
+    engine = build_engine(job)
+    batches = [rows_of(job, 0, m, rank, world, SMALL["vocab_size"]) for m in range(3)]
+    before = whole_weights(engine)
+    for given in (batches[: 1 + rank], batches):
+        with pytest.raises(EngineError) as refused:
+            engine.train_step(given)
+        said.append(str(refused.value))
+    engine.train_step(batches[:2])
+    assert any(not torch.equal(a, b) for a, b in zip(before, whole_weights(engine), strict=True))
+    before = whole_weights(engine)
+    spoil = dict(named_parameters(engine.model))["norm.weight"].register_hook(lambda grad: grad * float("inf"))
+    with pytest.raises(NonFiniteError) as refused:
+        engine.train_step(batches[:2])
+    said.append(str(refused.value))
+    assert all(torch.equal(a, b) for a, b in zip(before, whole_weights(engine), strict=True))
+    spoil.remove()
+    engine.close()
+    return said
+
+
+def whole_weights(engine: Any) -> list[Tensor]:
+    import deepspeed
+
+    parameters = list(engine.model.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=[] if s == STAGES[1] else pytest.mark.full) for s in STAGES])
+def test_what_would_lose_gradients_or_weights_stops_every_rank(ranks: RankGroups, stage: str) -> None:
+    for some, many, spoilt in ranks(2).run(refusals, stage):
+        assert "was told 2 micro-batches an update, and given 1, 2" in some and "train.grad_accum" in some
+        assert "given 3" in many
+        assert "gradient norm inf" in spoilt or "gradient norm nan" in spoilt
