@@ -45,7 +45,11 @@ TRAININGS: dict[str, list[Pipe]] = {
     ],
     "dropout": with_policies(DROPOUT, ["none", "full", MIX, NESTED]),
     "tied": [TIED, dataclasses.replace(TIED, zero=0)],
-    "clip": [Pipe(zero=zero, clip=0.3, eps=1e-3, steps=2) for zero in (0, 1)],
+    "clip": [
+        # A stage of an embedding alone has parameters of one kind only, with weight decay.
+        Pipe(zero=zero, clip=0.3, eps=1e-3, steps=2, partition=partition)
+        for zero, partition in ((0, "uniform"), (1, (0, 6)))
+    ],
     "bf16": BF16,
     "in_flight": [Pipe(gas=gas, steps=1, policy=MIX) for gas in (1, 4)],
     "sequential": [Pipe(model=sequential, loss_sum=sequential_loss, policy="full")],

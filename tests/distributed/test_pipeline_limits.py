@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dist_ckpt.plan import Plan
 from dist_ckpt.stages import Layer, LayerList
 from dist_ckpt.trainer.models.llama import Transformer, TransformerBlock
 from tests.distributed.pipelines import Pipe, initialize, make_model, options_of, prepared
-from tests.ranks import RankGroups
+from tests.ranks import RankError, RankGroups
 
 Told = tuple[str, str]
 """Class and message of what was raised."""
@@ -165,6 +166,43 @@ def gradients_refused(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def two_outputs(model: nn.Module) -> LayerList:
+    return _with_last_of_first_stage(model, lambda out: (out, out))
+
+
+def whole_numbers(model: nn.Module) -> LayerList:
+    return _with_last_of_first_stage(model, lambda out: out.long())
+
+
+def growing(model: nn.Module) -> LayerList:
+    """Micro-batches of one shape, and outputs of several."""
+    calls = itertools.count(1)
+    return _with_last_of_first_stage(model, lambda out: out[:, : -next(calls)])
+
+
+def boom(model: nn.Module) -> LayerList:
+    assert isinstance(model, Transformer)
+    layers = model.pipeline_layers()
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        raise RuntimeError("boom in the last stage")
+
+    return LayerList((*layers.layers[:-1], Layer(layers.layers[-1].modules, run)), layers.loss)
+
+
+def _with_last_of_first_stage(model: nn.Module, change: Callable[[Tensor], Any]) -> LayerList:
+    assert isinstance(model, Transformer)
+    layers = model.pipeline_layers()
+    before, last, after = layers.layers[:3], layers.layers[3], layers.layers[4:]
+    changed = Layer(last.modules, lambda model, x: change(last.run(model, x)))
+    return LayerList((*before, changed, *after), layers.loss)
+
+
+def one_step(rank: int, world: int, pipe: Pipe) -> None:
+    with prepared(world, pipe) as engine:
+        engine.train_step(GOOD)
+
+
 def saved(rank: int, world: int, folder: str) -> dict[str, Any]:
     """A state saved and resumed in a new pipeline, and what two more updates then make of it."""
     tied = dataclasses.replace(PIPE, model={"dropout": 0.1, "tied": True})
@@ -268,6 +306,26 @@ def test_a_lost_gradient_stops_every_stage(stopped: list[dict[str, Any]], zero: 
         assert kind == "PlanError"
         assert "no gradient reaches layers.4.attention_norm.weight, layers.4.attention.wq.weight" in message
         assert found[f"trains on {zero}"] == ("nothing", "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layers", "rank", "words"),
+    [
+        (two_outputs, 0, "layer 'layers.2' ends stage 0 and returned a tuple; what stages pass on is one tensor"),
+        (whole_numbers, 0, "layer 'layers.2' ends stage 0 and returned (2, 24, 32) of torch.int64"),
+        (growing, 0, "returned (2, 22, 32) of torch.float32, where it returned (2, 23, 32)"),
+        (boom, 1, "RuntimeError: boom in the last stage"),
+    ],
+)
+def test_a_stage_that_fails_says_so_itself(
+    ranks: RankGroups, layers: Callable[[nn.Module], LayerList], rank: int, words: str
+) -> None:
+    pipe = dataclasses.replace(PIPE, layers=layers, check_gradients=False)
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(one_step, pipe)
+    assert caught.value.failures[rank].kind == "raised"
+    assert words in caught.value.failures[rank].text
 
 
 @pytest.mark.full
