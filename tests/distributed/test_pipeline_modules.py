@@ -120,8 +120,8 @@ def net_of(kind: str, cls: str = "PipelineModule", **options: Any) -> nn.Module:
     from deepspeed.pipe import PipelineModule
 
     torch.manual_seed(0)
-    options = {"partition_method": "parameters" if kind == "large" else "uniform"} | options
-    made = type(cls, (PipelineModule,), {})(layers=layers_of(kind), num_stages=2, loss_fn=loss_of, **options)
+    options = {"num_stages": 2, "partition_method": "parameters" if kind == "large" else "uniform"} | options
+    made = type(cls, (PipelineModule,), {})(layers=layers_of(kind), loss_fn=loss_of, **options)
     assert isinstance(made, nn.Module)
     return made
 
@@ -272,6 +272,28 @@ def test_zero_1_in_bf16_loses_nothing_either(results: Mapping[str, Any]) -> None
         assert same(with_plan[stage], plain[stage])
         assert with_plan[stage]["calls"]["block"] == 2 * plain[stage]["calls"]["block"]
     assert plain[1]["losses"] != results[str(Run("usual"))][1]["losses"]
+
+
+FOUR = {
+    "four stages": ("usual", 4, [1, 1, 1, 0]),
+    "two pipelines": ("usual", 2, [2, 2, 1, 1]),
+    "tied": ("tied", 4, [1, 2, 1, 0]),
+}
+"""(model, stages, blocks on each rank)."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["full", "selective", {"mode": "segments", "k": 2}], ids=str)
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks(ranks: RankGroups, case: str, policy: Any) -> None:
+    kind, stages, blocks = FOUR[case]
+    runs = [Run(kind, asked, options={"num_stages": stages}) for asked in (None, policy)]
+    by_rank = ranks(4).run(trained, runs)
+    for (plain, with_plan), count in zip(by_rank, blocks, strict=True):
+        assert same(with_plan, plain)
+        assert plain["calls"].get("block", 0) == 2 * MICRO_BATCHES * count
+        assert with_plan["calls"].get("block", 0) == 2 * plain["calls"].get("block", 0)
+        assert with_plan["plan"] == by_rank[0][1]["plan"]
 
 
 def plan_alone(rank: int, world: int, kind: str, policy: Any) -> tuple[str, list[str]]:
