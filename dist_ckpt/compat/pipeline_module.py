@@ -111,7 +111,7 @@ def _built(spec: Any) -> nn.Module:
                     layer: nn.Module = spec.build()
             except Exception:  # a constructor that reads values, which tensors on meta do not have
                 with torch.device("cpu"):
-                    layer = spec.build().to("meta")
+                    layer = spec.build()
     finally:
         random.setstate(state)
-    return layer
+    return layer.to("meta")  # also what a constructor puts on a device of its own choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,11 +67,11 @@ class MaskedDecoderPipe(DecoderPipe):
 
 
 class Reading(DecoderPipe):
-    """One whose constructor reads a value, which tensors on meta do not have."""
+    """One whose constructor reads a value, which tensors on meta do not have, and draws a number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rate = torch.linspace(0, 1, 3)[1].item()
+        self.rate = torch.linspace(0, 1, 3)[1].item() * random.random()
 
 
 def head(embedding: EmbedPipe, x: Tensor) -> Tensor:
@@ -149,9 +150,9 @@ def _trained(rank: int, run: Run) -> dict[str, Any]:
     import deepspeed
 
     net = net_of(run.kind, run.cls, **run.options)
-    before = torch.random.get_rng_state()
+    before, also_before = torch.random.get_rng_state(), random.getstate()
     plan = apply(net, run.policy)
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(torch.random.get_rng_state(), before) and random.getstate() == also_before
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     engine = deepspeed.initialize(
         model=net,

@@ -303,6 +303,13 @@ def test_a_written_plan_is_replayed_on_other_stages(tmp_path: Path) -> None:
         make_plan(model, replay, stages=plan.stages)
 
 
+def test_a_plan_that_was_written_before_there_were_stages_is_read() -> None:
+    plan = make_plan(Stack(2), "full")
+    data = json.loads(plan.to_json())
+    del data["planned_for"], data["stage"]
+    assert Plan.from_json(json.dumps(data)) == plan
+
+
 def stage_model(model: nn.Module, stages: Stages, stage: int) -> nn.Module:
     """One stage's modules of a copy, under their own names."""
     own = copy.deepcopy(model)
