@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.names import named_buffers, named_parameters
@@ -55,8 +55,9 @@ def initialized(
     bf16: bool = False,
     zero: Mapping[str, Any] = MappingProxyType({}),
     data: Mapping[str, Any] = MappingProxyType({}),
+    optimizer: str = "AdamW",
 ) -> Any:
-    """DeepSpeed's engine, with AdamW in two groups, and with buckets and shards of a size that the toy has.
+    """DeepSpeed's engine, with an optimizer of two groups, and with buckets and shards of a size that the toy has.
 
     Args:
         zero: options of ``zero_optimization``.
@@ -77,16 +78,18 @@ def initialized(
         "bf16": {"enabled": bf16},
         **data,
     }
-    return compat.build(model, two_groups(model), config, torch.device("cpu"))
+    return compat.build(model, two_groups(model, optimizer), config, torch.device("cpu"))
 
 
-def two_groups(model: nn.Module, **options: Any) -> AdamW:
+def two_groups(model: nn.Module, kind: str = "AdamW") -> Optimizer:
     """As :func:`tests.state_toys.adamw`, for models of which a part is frozen or missing."""
     trained = [(name, p) for name, p in named_parameters(model) if p.requires_grad]
     decay = [p for name, p in trained if "norm" not in name]
     rest = [p for name, p in trained if "norm" in name]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 5e-3}]
-    return AdamW([g for g in groups if g["params"]], lr=1e-2, betas=(0.9, 0.95), fused=True, **options)
+    make = getattr(torch.optim, kind)
+    made: Optimizer = make([g for g in groups if g["params"]], lr=1e-2, betas=(0.9, 0.95), fused=True)
+    return made
 
 
 def train(engine: Any, steps: int, seed: int = 1) -> list[float]:

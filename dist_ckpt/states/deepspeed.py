@@ -135,7 +135,9 @@ class DeepSpeedSource:
 
     def check_moments(self, where: str) -> None:
         for _, kind, counts in self._counts():
-            unlike = {float(count): name for name, count in counts.items()}
+            unlike: dict[float, str] = {}
+            for name, count in counts.items():
+                unlike.setdefault(float(count), name)
             if len(unlike) > 1:
                 (one, first), (other, second), *_ = unlike.items()
                 raise StateError(

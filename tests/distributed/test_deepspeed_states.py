@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dist_ckpt.compat import deepspeed as compat
+from dist_ckpt.compat.dcp_pieces import Piece
+from dist_ckpt.errors import StateError
 from dist_ckpt.states.deepspeed import DeepSpeedSource
 from dist_ckpt.states.files import open_folder
 from dist_ckpt.states.modules import ModuleSource
 from dist_ckpt.states.source import StateSource
 from dist_ckpt.states.training_state import load_state, save_state
+from dist_ckpt.trainer.export import export_weights
 from tests import deepspeed_toys, state_toys
 from tests.deepspeed_toys import by_kind, stored
 from tests.ranks import RankGroups
@@ -36,6 +40,7 @@ class At:
     """Options of ``zero_optimization``."""
     data: dict[str, Any] = field(default_factory=dict)
     """Other options of DeepSpeed."""
+    optimizer: str = "AdamW"
 
     def __str__(self) -> str:
         parts = [f"{self.engine}{self.stage if self.engine == 'zero' else ''}", str(self.world)]
@@ -48,7 +53,7 @@ class Training:
     def __init__(self, at: At, model: nn.Module) -> None:
         self.zero = at.engine == "zero"
         if self.zero:
-            self.engine = deepspeed_toys.initialized(model, at.stage, at.bf16, at.zero, at.data)
+            self.engine = deepspeed_toys.initialized(model, at.stage, at.bf16, at.zero, at.data, at.optimizer)
         else:
             self.model = sharded(model, at.engine)  # type: ignore[arg-type]
             self.optimizer = deepspeed_toys.two_groups(self.model)
@@ -137,7 +142,7 @@ def _gone_on(
 
 def test_training_goes_on_as_if_never_stopped(ranks: RankGroups, tmp_path: Path) -> None:
     """Losses, norms, fp32 weights, moments, step counts, copies in 16 bits and random numbers; with dropout."""
-    cases = [At(stage=3, bf16=True), At(stage=1), At(stage=0, bf16=True)]
+    cases = [At(stage=3, bf16=True), At(stage=1)]
     assert ranks(2).run(_gone_on, cases, str(tmp_path / "state")) == [[], []]
 
 
@@ -196,7 +201,8 @@ def test_state_moves_between_engines_stages_and_ranks(ranks: RankGroups, tmp_pat
         assert_same(stored(tmp_path / str(number + 1)), first)
 
 
-@pytest.mark.parametrize("cases", [[At(stage=0, bf16=True), At(stage=2)], pytest.param(EVERY, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("cases", [EVERY[:8], EVERY[8:]], ids=("zero", "options"))
 def test_state_of_an_engine_that_has_never_stepped(ranks: RankGroups, tmp_path: Path, cases: list[At]) -> None:
     """It has no moments, also where DeepSpeed has made some, and makes a used engine one that has never stepped."""
     assert ranks(2).run(_gone_on, cases, str(tmp_path / "state"), 0, timeout_s=400) == [[], []]
@@ -225,7 +231,8 @@ def test_what_is_not_trained_is_saved_too(ranks: RankGroups, tmp_path: Path, cas
     assert torch.equal(stored(f"{path}-0")["model.embedding.weight"], deepspeed_toys.Odd().embedding.weight)
 
 
-@pytest.mark.parametrize("at", [At(stage=1), pytest.param(At(stage=3), marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("at", [At(stage=1), At(stage=3)], ids=str)
 def test_a_parameter_that_never_had_a_gradient_is_one_with_zero_moments(
     ranks: RankGroups, tmp_path: Path, at: At
 ) -> None:
@@ -240,3 +247,124 @@ def test_a_parameter_that_never_had_a_gradient_is_one_with_zero_moments(
         assert found["exp_avg.unused.weight"].eq(0).all()
     loaded, _ = _moved(0, 1, At("one", 1), str(tmp_path / "again"), None, deepspeed_toys.Odd)
     assert all(torch.equal(loaded[key], value) for key, value in first.items())
+
+
+MISFITS = {
+    "layers": "does not fit the model: model has 4 layers, state has 2; 12 missing from the state (layers.2.norm",
+    "untied": "does not fit the model: 1 missing from the state (head.weight)",
+    "frozen": "the optimizer has other parameters (only in the state: embedding.weight)",
+    "optimizer": "was saved with optimizer AdamW, this run has Adam",
+    "waiting": "a training state is saved and loaded between updates; gradients of one are waiting here",
+    "damaged": "/__1_0.distcp: is damaged: its content is not what was written",
+}
+
+
+def _refused(rank: int, world: int, at: At, path: str, whats: list[str]) -> list[str]:
+    """The messages of loads, after each of which everything is as it was before."""
+    messages = []
+    for what in whats:
+        model = Toy(layers=4 if what == "layers" else 2, tied=what != "untied", seed=9)
+        model.head.weight.requires_grad = what != "frozen"
+        with training(replace(at, optimizer="Adam" if what == "optimizer" else "AdamW"), model) as begun:
+            begun.train(1)
+            before = begun.whole()
+            begun.engine.micro_steps += 0.5 if what == "waiting" else 0
+            try:
+                load_state(f"{path}-damaged" if what == "damaged" else path, begun.source)
+                messages.append("loaded")
+            except StateError as error:
+                messages.append(str(error))
+                after = begun.whole()
+                assert [key for key in before if not torch.equal(before[key], after[key])] == []
+    return messages
+
+
+@pytest.mark.parametrize(
+    "at", [At(stage=3), *(pytest.param(At(stage=n), marks=pytest.mark.full) for n in (0, 1))], ids=str
+)
+def test_mistakes_reach_every_rank_alike_and_change_nothing(ranks: RankGroups, tmp_path: Path, at: At) -> None:
+    path = tmp_path / "state"
+    ranks(2).run(_saved, at, str(path))
+    shutil.copytree(path, tmp_path / "state-damaged")
+    shard = tmp_path / "state-damaged" / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes().replace(b"PK", b"KP", 1))
+    one, other = ranks(2).run(_refused, at, str(path), [*MISFITS, ""])
+    assert one == other
+    assert one.pop() == "loaded"
+    for message, (what, expected) in zip(one, MISFITS.items(), strict=True):
+        assert expected in message, what
+        assert what == "waiting" or message.startswith(str(path))
+
+
+@pytest.mark.full
+def test_step_counts_that_zero_cannot_keep_apart_are_refused(ranks: RankGroups, tmp_path: Path) -> None:
+    """Parameters whose first gradients came later have made fewer steps; ZeRO counts a group's."""
+    path = str(tmp_path / "state")
+    with training(At("one", 1), Toy(tied=False)) as begun:
+        begun.train(2)
+        begun.optimizer.state[begun.model.head.weight]["step"] -= 1
+        save_state(path, begun.source, {})
+    one, other = ranks(2).run(_refused, At(stage=3), path, ["untied"])
+    assert one == other
+    assert one[0].startswith(f"{path}: the optimizer's step of embedding.weight is 2, that of head.weight 1, and ZeRO ")
+    assert ranks(2).run(_refused, At(stage=0), path, ["untied"]) == [["loaded"]] * 2
+
+
+def _saved_twice(rank: int, world: int, at: At, path: str) -> list[bool]:
+    """Whether saving leaves a training as it is."""
+    ends = []
+    for saving in (True, False):
+        with training(at, Toy()) as begun:
+            torch.manual_seed(5)
+            for number in range(3):
+                if saving:
+                    save_state(f"{path}-{number}", begun.source, {})
+                begun.train(1, seed=number)
+            ends.append(begun.whole())
+    return [torch.equal(value, ends[1][key]) for key, value in ends[0].items()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", EVERY, ids=str)
+def test_saving_does_not_change_the_training(ranks: RankGroups, tmp_path: Path, at: At) -> None:
+    for same in ranks(2).run(_saved_twice, at, str(tmp_path / "state")):
+        assert all(same)
+    assert not any(str(tmp_path) in output or "FutureWarning: Please" in output for output in ranks(2).outputs())
+
+
+def _held(rank: int, world: int, at: At, path: str) -> int:
+    """How many elements this rank has to offer."""
+    with training(at, Toy()) as begun:
+        begun.train(1)
+        save_state(path, begun.source, {})
+        source = begun.source
+        source.settle()
+        held = {**source.saved_weights(), **source.saved_moments()}
+        return sum(value.values.numel() if isinstance(value, Piece) else value.numel() for value in held.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", [At(stage=1), At(stage=2, bf16=True), At(stage=3)], ids=str)
+def test_each_rank_writes_what_it_holds(ranks: RankGroups, tmp_path: Path, at: At) -> None:
+    """Nothing is gathered: half of all that a state has lies on each of two ranks, and goes into its file."""
+    found = ranks(2).run(_held, at, str(tmp_path / "state"))
+    entries = open_folder(tmp_path / "state").entries
+    total = sum(entry.size.numel() for key, entry in entries.items() if not key.startswith("rng."))
+    counts = sum(key.endswith(".step") for key in entries)  # each on the rank that has its parameter's first element
+    assert all(abs(held - total / 2) <= counts + 3 for held in found), "and the buffer of 3 elements on both"
+    sizes = [(tmp_path / "state" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert max(sizes) < 1.3 * min(sizes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", [At(stage=2, bf16=True)], ids=str)
+def test_weights_are_exported_from_any_state(ranks: RankGroups, tmp_path: Path, at: At) -> None:
+    """In fp32, also of a training in bfloat16, and as ``save_model`` of safetensors writes tied weights."""
+    from safetensors.torch import load_model
+
+    saved = ranks(2).run(_saved, at, str(tmp_path / "state"))[0]
+    export_weights(tmp_path / "state", tmp_path / "weights.safetensors")
+    model = Toy(seed=9)
+    assert load_model(model, tmp_path / "weights.safetensors") == (set(), [])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[f"model.{name.replace('head', 'embedding')}"]), name

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_ckpt.errors import StateError
 from dist_ckpt.names import named_parameters
 from tests.deepspeed_toys import stored
 from tests.distributed.pipelines import SIZES, Pipe, prepared, rows
@@ -176,6 +177,7 @@ def _refused(rank: int, world: int, at: Pipe | Job, path: str) -> str:
     return "loaded"
 
 
+@pytest.mark.full
 def test_what_does_not_fit_one_stage_is_refused_on_all(ranks: RankGroups, tmp_path: Path) -> None:
     path = tmp_path / "state"
     ranks(2).run(_saved, _pipe(2, 2)[1], str(path))
