@@ -20,7 +20,8 @@ What is proven right, per mode, engine, precision, and with each block compiled 
 
 - **proven**: on 2 ranks, with dropout and gradient accumulation, losses, gradient norms and every gradient equal those
   of the same engine without a policy bit for bit, and parameter names are the same; in fp32 and not compiled, saved
-  bytes and FLOPs are exactly those that `plan_cost` says as well.
+  bytes and FLOPs are exactly those that `plan_cost` says as well. (ZeRO 3 has a linear of its own, before which no
+  recompute can stop early: a few FLOPs more, exactly those of that linear. A pipeline has two stages.)
 - **refused**: an error before the start says why.
 - **untested**: refused by default; `engine.allow_untested=true` takes it as it is.
 

@@ -10,12 +10,13 @@ import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from dist_ckpt import Plan, make_plan, plan_cost
-from dist_ckpt.cost import PlanCost
+from dist_ckpt.cost import stage_costs
 from dist_ckpt.engines import ENGINES, TrainingOptions
 from dist_ckpt.engines.support import Combination, combinations, modes_of, standing
 from dist_ckpt.errors import DistCkptError
@@ -23,16 +24,18 @@ from dist_ckpt.flops import count_flops
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import OpRule, Region, SaveRule
 from dist_ckpt.policy import POLICIES
+from dist_ckpt.stages import layers_of
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.models.llama import Transformer
 from tests import support_page
-from tests.distributed.training import SMALL, Job, Outcome, build_engine, rows_of, train
+from tests.distributed.training import SMALL, Job, Outcome, build_engine, rows_of, stages_of, train
 from tests.ranks import RankGroups
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "segments": {"k": 2},
     "nested": {"k": 2, "inner": ["block", "attention"]},
     "first_n": {"n": 2},
+    "per_stage": {"per_stage": [{"mode": "segments", "k": 2}, "selective"]},
 }
 """Where a mode's defaults would leave something of it untried on a model of three blocks."""
 
@@ -64,9 +67,12 @@ def run(rank: int, world: int, job: Job) -> Seen | str:
     except DistCkptError as error:
         return str(error)
     engine = build_engine(job)
-    batches = [rows_of(job, 0, m, rank, world, SMALL["vocab_size"]) for m in range(job.accumulation)]
+    here = engine.data_rank, engine.data_ranks
+    batches = [rows_of(job, 0, m, *here, SMALL["vocab_size"]) for m in range(job.accumulation)]
     flops = None if job.options.get("compile") else count_flops(lambda: engine.train_step(batches))
-    return Seen(outcome, [name for name, _ in named_parameters(engine.model)], flops)
+    names = [name for name, _ in named_parameters(engine.model)]
+    engine.close()
+    return Seen(outcome, names, flops)
 
 
 def job_of(combination: Combination, folder: Path) -> Job:
@@ -82,10 +88,21 @@ def job_of(combination: Combination, folder: Path) -> Job:
     )
 
 
-def cost_of(job: Job) -> PlanCost:
-    """Of one micro-batch, on a model that is whole."""
+def costs_of(job: Job, ranks: int) -> list[tuple[int, int]]:
+    """(FLOPs of an update, peak of saved bytes) of each rank, measured on a model that is whole."""
     model = Transformer(ModelConfig(**(SMALL | job.model)))
-    return plan_cost(model, make_plan(model, job.policy), rows_of(job, 0, 0, 0, 1, SMALL["vocab_size"]))
+    batch = rows_of(job, 0, 0, 0, 1, SMALL["vocab_size"])
+    if stages := stages_of(job, model):
+        plan = make_plan(model, job.policy, stages=stages)
+        found = stage_costs(model, layers_of(model), plan, batch, job.accumulation)
+        return [(job.accumulation * stage.micro_batch.flops, stage.saved_bytes) for stage in found]
+    plan = make_plan(model, job.policy)
+    linear = torch.nn.functional.linear
+    if job.engine.endswith("ZeRO 3"):  # DeepSpeed's own saves what it needs once it has computed: no early stop before
+        from deepspeed.runtime.zero.linear import zero3_linear_wrap as linear
+    with mock.patch("torch.nn.functional.linear", linear):
+        cost = plan_cost(model, plan, batch)
+    return [(job.accumulation * cost.flops, cost.saved_bytes)] * ranks
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +121,8 @@ def check(ranks: RankGroups, combination: Combination, without_policy: Any, fold
     job = job_of(combination, folder)
     found = ranks(2).run(run, job, timeout_s=300)
     if standing(combination).verdict == "refused":
-        assert all(isinstance(one, str) and "compile" in one for one in found), found
+        reason = "compile" if combination.compiled else "stages"
+        assert all(isinstance(one, str) and reason in one for one in found), found
         return
     for seen, expected in zip(
         found, without_policy(combination.engine, combination.precision, combination.compiled), strict=True
@@ -117,13 +135,19 @@ def check(ranks: RankGroups, combination: Combination, without_policy: Any, fold
             assert grads.keys() == plain.keys() and len(plain) > 10
             for name in plain:
                 assert torch.equal(grads[name], plain[name]), name
-        if not combination.compiled and combination.precision == "fp32":
-            cost = cost_of(job)
-            assert seen.flops == job.accumulation * cost.flops
-            assert {memory.activations for memory in seen.outcome.memory} == {cost.saved_bytes}
+    if not combination.compiled and combination.precision == "fp32":
+        for seen, (flops, saved_bytes) in zip(found, costs_of(job, len(found)), strict=True):
+            assert seen.flops == flops
+            assert {memory.activations for memory in seen.outcome.memory} == {saved_bytes}
 
 
-QUICK = [c for c in combinations() if c.engine == "fsdp2" and c.precision == "fp32" and not c.compiled]
+QUICK = [
+    c
+    for c in combinations()
+    if (c.engine == "fsdp2" and c.precision == "fp32" and not c.compiled)
+    or (c.mode, c.engine, c.precision)
+    in (("selective", "deepspeed, ZeRO 3", "fp32"), ("per_stage", "deepspeed_pipe, ZeRO 1", "fp32"))
+]
 REST = [c for c in combinations() if c not in QUICK]
 
 

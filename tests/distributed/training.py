@@ -20,7 +20,9 @@ from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.engines.optim import OptimizerOptions
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.names import named_parameters
+from dist_ckpt.plan import Stages
 from dist_ckpt.planning import make_plan
+from dist_ckpt.stages import layers_of, partition
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.models.init import init_parameters
 from dist_ckpt.trainer.models.llama import Transformer
@@ -34,7 +36,7 @@ class Job:
     """One training: what is built and what is fed."""
 
     engine: str = "fsdp2"
-    """Its name, of DeepSpeed's with the stage: ``deepspeed, ZeRO 3``."""
+    """Its name, of DeepSpeed's with the stage: ``deepspeed, ZeRO 3``. A pipeline has two stages."""
     policy: Any = "none"
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +84,7 @@ def rows_of(job: Job, step: int, micro: int, rank: int, world: int, vocab: int) 
     return {"input_ids": torch.stack(ids), "labels": torch.stack(labels)}
 
 
-def deepspeed_config(job: Job, stage: int) -> DeepSpeedConfig:
+def deepspeed_config(job: Job, stage: int, stages: int = 1) -> DeepSpeedConfig:
     """A configuration in which a model as small as ours has shards, buckets and prefetches as a large one has."""
     zero: dict[str, Any] = {"stage": stage}
     if stage:
@@ -94,9 +96,9 @@ def deepspeed_config(job: Job, stage: int) -> DeepSpeedConfig:
     run = RunSettings(
         micro_batch=job.rows,
         grad_accum=job.accumulation,
-        data_ranks=world,
+        data_ranks=world // stages,
         world_size=world,
-        stages=1,
+        stages=stages,
         clip=job.options.get("clip", TrainingOptions.clip),
         precision=job.options.get("precision", "fp32"),
         lr=job.lr,
@@ -131,12 +133,18 @@ def engine_for(
 ) -> DataParallelEngine:
     """The job's engine, for any model."""
     name, _, stage = job.engine.partition(", ZeRO ")
+    stages = stages_of(job, model)
     options = {"optimizer": OptimizerOptions(lr=job.lr, warmup_steps=0)} | job.options
     if stage:
-        options = {"deepspeed": deepspeed_config(job, int(stage))} | options
+        options = {"deepspeed": deepspeed_config(job, int(stage), len(stages) or 1)} | options
     engine = ENGINES[name](TrainingOptions(**options), torch.device("cpu"), loss_sum, initialize=initialize)
-    engine.prepare(model, make_plan(model, job.policy))
+    engine.prepare(model, make_plan(model, job.policy, stages=stages))
     return engine
+
+
+def stages_of(job: Job, model: nn.Module) -> Stages:
+    """Two stages for a pipeline, else none."""
+    return partition(layers_of(model), model, 2, "uniform") if job.engine.startswith("deepspeed_pipe") else ()
 
 
 def local_grads(engine: DataParallelEngine) -> dict[str, Tensor]:
@@ -187,7 +195,8 @@ def train(
     engine.observer = Boundary(lambda: outcome.grads.append(grads_of(engine)))
     vocab = (SMALL | job.model)["vocab_size"]
     for step in range(job.steps):
-        batches = [rows_of(job, step, m, rank, world, vocab) for m in range(job.accumulation)]
+        here = engine.data_rank, engine.data_ranks
+        batches = [rows_of(job, step, m, *here, vocab) for m in range(job.accumulation)]
         result = engine.train_step(batches, measure=True)
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
