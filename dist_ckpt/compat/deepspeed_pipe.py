@@ -23,7 +23,7 @@ from dist_ckpt.compat.deepspeed_state import undo_first_step
 compat.load()  # without what it would print
 
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
-from deepspeed.runtime.pipe import schedule  # noqa: E402
+from deepspeed.runtime.pipe import p2p, schedule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 from deepspeed.runtime.pipe.module import PipelineModule  # noqa: E402
 
@@ -170,8 +170,15 @@ def norm_of_last_step(engine: PipelineEngine) -> float | None:
     return None if found is None else float(found) if float(found) >= 0 else float("nan")
 
 
+def train(engine: PipelineEngine, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """One update over micro-batches of (input, labels)."""
+    _take_turn(engine)
+    engine.train_batch(iter(micro_batches))
+
+
 def evaluate(engine: PipelineEngine, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Runs micro-batches of (input, labels) forward, in eval mode; the loss function sees what comes out."""
+    _take_turn(engine)
     try:
         engine.eval_batch(
             iter(micro_batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
@@ -203,6 +210,12 @@ def pipe_buffers(engine: PipelineEngine) -> Iterator[tuple[str, Tensor]]:
         for tensor in held if isinstance(held, (tuple, list)) else (held,):
             if isinstance(tensor, Tensor):
                 yield "receive buffer", tensor
+
+
+def _take_turn(engine: PipelineEngine) -> None:
+    """Has sends go to this engine's neighbors: they go to those of the newest engine (pipe/p2p.py, _grid)."""
+    if engine.is_pipe_parallel:
+        p2p.init_process_groups(engine.grid)
 
 
 def _watch(engine: PipelineEngine, watcher: Watcher) -> None:

@@ -157,7 +157,7 @@ class PipelineEngine(Engine):
         rate = learning_rate(self.step, self.options.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.deepspeed.train_batch(_pairs(micro_batches))
+        pipe.train(self.deepspeed, _pairs(micro_batches))
         norm = self._norm()
         self._refuse_non_finite(self._update.loss, norm)
         pipe.release_buffers(self.deepspeed)
@@ -177,7 +177,7 @@ class PipelineEngine(Engine):
         self._update = _Update(feed)
         for shape, run in itertools.groupby(zip(feed.shapes, batches, strict=True), key=lambda pair: pair[0]):
             self._expect(shape)
-            pipe.evaluate(self.deepspeed, list(_pairs([batch for _, batch in run])))
+            pipe.evaluate(self.deepspeed, _pairs([batch for _, batch in run]))
         total = self._sum_over_ranks(float(self._update.total))
         self._update = _Update()
         return total / max(feed.tokens, 1)
@@ -322,8 +322,8 @@ def _refused_options(config: DeepSpeedConfig) -> Iterator[str]:
         yield "wall_clock_breakdown=true: DeepSpeed's pipeline starts its timers of a backward twice, and stops there"
 
 
-def _pairs(micro_batches: Sequence[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-    return ((batch["input_ids"], batch["labels"]) for batch in micro_batches)
+def _pairs(micro_batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor]]:
+    return [(batch["input_ids"], batch["labels"]) for batch in micro_batches]
 
 
 def _described(value: object) -> str:

@@ -13,7 +13,7 @@ from dist_ckpt.batch import Batch
 from dist_ckpt.schedule import in_flight
 from dist_ckpt.stages import token_loss
 from dist_ckpt.trainer.models.hf_layers import hf_layers
-from tests.distributed.pipelines import Pipe, distance, serial, train_pipes, with_policies
+from tests.distributed.pipelines import Pipe, distance, prepared, rows, serial, train_pipes, with_policies
 from tests.ranks import RankGroups
 
 pytestmark = pytest.mark.full
@@ -91,6 +91,25 @@ def test_policies_change_no_bit_in_bf16(ranks: RankGroups, zero: int) -> None:
         for found, expected in zip(outcomes, without, strict=True):
             assert (found.losses, found.norms) == (expected.losses, expected.norms)
             assert all(torch.equal(found.weights[name], weight) for name, weight in expected.weights.items())
+
+
+def take_turns(rank: int, world: int, pipes: list[Pipe]) -> list[list[float]]:
+    """Losses of two pipelines in one process, whose updates alternate."""
+    found: list[list[float]] = [[], []]
+    with prepared(world, pipes[0]) as one, prepared(world, pipes[1]) as other:
+        for step in range(pipes[0].steps):
+            for engine, losses, pipe in zip((one, other), found, pipes, strict=True):
+                given = [rows(step, m, engine.data_rank, engine.data_ranks, pipe.gas) for m in range(pipe.gas)]
+                losses.append(engine.train_step(given).loss)
+                engine.eval_loss(given)
+    return found
+
+
+def test_two_pipelines_in_one_process_do_not_mix(ranks: RankGroups) -> None:
+    pipes = [Pipe(stages=4, gas=4, zero=1), Pipe(stages=2, gas=2)]
+    for found in ranks(4).run(take_turns, pipes):
+        assert found[0] == serial(pipes[0]).losses
+        assert found[1] == pytest.approx(serial(pipes[1], data_ranks=2).losses, rel=1e-6)
 
 
 def hf_loss(model: nn.Module, batch: Batch) -> Tensor:
