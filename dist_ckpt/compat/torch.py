@@ -103,11 +103,15 @@ def is_opaque(node: Any, kind: NodeKind) -> bool:
     return "CppNode" in node.name() if kind.is_opaque is None else kind.is_opaque
 
 
+_SHARDING = ("torch.distributed.fsdp", "deepspeed.runtime.zero.parameter_offload")
+"""Where the Functions are defined that sharding puts around modules."""
+
+
 def custom_function(node: Any, kind: NodeKind) -> str | None:
     """The name of the custom Function that a node belongs to; ``None`` for torch's own nodes and those of sharding."""
     if kind.is_ctx:
         function = type(node)._forward_cls
-        return None if function.__module__.startswith("torch.distributed.fsdp") else str(function.__name__)
+        return None if function.__module__.startswith(_SHARDING) else str(function.__name__)
     return str(node.name()) if kind.is_opaque is None and is_opaque(node, kind) else None
 
 

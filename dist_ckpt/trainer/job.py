@@ -96,8 +96,15 @@ class Job:
                 str(self.plan),
                 f"cost: {self._cost()}",
                 f"data: {self.train_rows.description}",
+                *self.notes,
             )
         )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What DeepSpeed's configuration asks for and the run does in another way."""
+        told = self.engine.options.deepspeed
+        return tuple(f"{told.path or 'DeepSpeed'}: {note}" for note in told.notes) if told is not None else ()
 
     def _cost(self) -> str:
         """Of a micro-batch, and in a pipeline of each stage."""
@@ -124,6 +131,8 @@ def train(job: Job, folder: RunFolder) -> bool:
     console.say(f"run folder: {folder.path}")
     console.say(str(job.plan))
     console.say(f"data: {job.train_rows.description}")
+    for note in job.notes:
+        console.say(note)
     seed_rank(config, place.rank)
     job.engine.prepare(job.model, job.plan)
     if config.train.accum_sync == "boundary" and (nbytes := job.engine.accumulation_cost_bytes()):
