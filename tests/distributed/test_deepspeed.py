@@ -21,6 +21,7 @@ from tests.distributed.training import (
     SMALL,
     Boundary,
     Job,
+    Outcome,
     build_engine,
     engine_for,
     rows_of,
@@ -45,20 +46,42 @@ STAGES = [f"deepspeed, ZeRO {stage}" for stage in range(4)]
 
 def check(ranks: RankGroups, bases: list[Job], policies: list[Any]) -> None:
     """Trains without and with policies; all in one round, as DeepSpeed's groups have the ranks start anew after it."""
-    jobs = [[base, *(dataclasses.replace(base, policy=policy) for policy in policies)] for base in bases]
-    for outcomes in ranks(2).run(train_all, [job for one in jobs for job in one], timeout_s=400):
-        rest = iter(outcomes)
-        for one in jobs:
-            without, *with_policies = [next(rest) for _ in one]
-            assert len(set(without.losses)) == len(without.losses)
-            assert without.grads[0] and all(g.abs().sum() > 0 for g in without.grads[0].values())
-            for outcome in with_policies:
-                assert_same(outcome, without)
+    jobs = [dataclasses.replace(base, policy=policy) for base in bases for policy in ("none", *policies)]
+    for outcomes in ranks(2).run(train_all, jobs, timeout_s=400):
+        check_same(outcomes, 1 + len(policies))
 
 
-def test_two_policies_change_no_bit(ranks: RankGroups) -> None:
-    bases = [Job(stage, model={"dropout": 0.1}, accumulation=2) for stage in STAGES]
-    check(ranks, bases, ["selective", POLICIES[4]])
+def check_same(outcomes: list[Outcome], each: int) -> None:
+    """Of every ``each`` outcomes the first is the one without a policy."""
+    for first in range(0, len(outcomes), each):
+        without, *with_policies = outcomes[first : first + each]
+        assert len(set(without.losses)) == len(without.losses)
+        assert without.grads[0] and all(g.abs().sum() > 0 for g in without.grads[0].values())
+        for outcome in with_policies:
+            assert_same(outcome, without)
+
+
+SMALL_JOBS = [
+    Job(stage, policy=policy, model={"dropout": 0.1}, accumulation=2)
+    for stage in STAGES
+    for policy in ("none", "selective", POLICIES[4])
+]
+PLAIN = Job(policy="full", ragged=True, accumulation=3, steps=1, options={"clip": None})
+
+
+def train_both(rank: int, world: int) -> tuple[list[Outcome], list[Outcome]]:
+    wholly = [dataclasses.replace(PLAIN, engine=stage) for stage in STAGES]
+    return train_all(rank, world, SMALL_JOBS), train_all_wholly(rank, world, wholly)
+
+
+@pytest.fixture(scope="module")
+def small_runs(ranks: RankGroups) -> list[tuple[list[Outcome], list[Outcome]]]:
+    return ranks(2).run(train_both, timeout_s=400)
+
+
+def test_two_policies_change_no_bit(small_runs: list[tuple[list[Outcome], list[Outcome]]]) -> None:
+    for outcomes, _ in small_runs:
+        check_same(outcomes, 3)
 
 
 @pytest.mark.full
@@ -108,11 +131,10 @@ TOLERANCE = 1e-6
 """Relative, per tensor: fp32 sums in another order."""
 
 
-def test_gradients_are_those_of_one_process(ranks: RankGroups) -> None:
+def test_gradients_are_those_of_one_process(small_runs: list[tuple[list[Outcome], list[Outcome]]]) -> None:
     """Weighted by tokens over micro-batches and ranks, whatever DeepSpeed divides by."""
-    plain = Job(policy="full", ragged=True, accumulation=3, steps=1, options={"clip": None})
-    loss, tokens, grads, _ = one_process(plain, 2, 0.0)
-    for outcomes in ranks(2).run(train_all_wholly, [dataclasses.replace(plain, engine=stage) for stage in STAGES]):
+    loss, tokens, grads, _ = one_process(PLAIN, 2, 0.0)
+    for _, outcomes in small_runs:
         for found in outcomes:
             assert found.tokens == [tokens]
             assert found.losses[0] == pytest.approx(loss, rel=TOLERANCE)

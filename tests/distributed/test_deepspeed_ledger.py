@@ -182,8 +182,9 @@ OFFLOADED: dict[str, Job] = {
 }
 
 
-def check(ranks: RankGroups, rows: dict[str, Job], world: int) -> None:
-    for rank, found in enumerate(ranks(world).run(moments, list(rows.values()), timeout_s=300)):
+def check(rows: dict[str, Job], seen_by_rank: list[list[Moments]]) -> None:
+    world = len(seen_by_rank)
+    for rank, found in enumerate(seen_by_rank):
         for (row, job), seen in zip(rows.items(), found, strict=True):
             params, optimizer, grads, buckets = expected(row, Sizes.of(job, rank, world))
             for moment, grad, bucket in zip(("mid", "boundary", "after"), grads, buckets, strict=True):
@@ -201,19 +202,20 @@ def buffers(job: Job) -> int:
     return 2 * config.max_seq_len * config.head_dim // 2 * FP32
 
 
-def test_every_byte_has_its_category(ranks: RankGroups) -> None:
-    check(ranks, ROWS, 2)
+def test_every_byte_has_its_category(small_runs: list[Any]) -> None:
+    check(ROWS, [found for found, *_ in small_runs])
 
 
 @pytest.mark.full
 def test_every_byte_has_its_category_with_padding(ranks: RankGroups) -> None:
     odd = {"d_model": 30, "n_heads": 3, "n_kv_heads": 1, "d_ff": 47}
-    check(ranks, {row: replace(job, model=odd) for row, job in ROWS.items()}, 4)
+    rows = {row: replace(job, model=odd) for row, job in ROWS.items()}
+    check(rows, ranks(4).run(moments, list(rows.values()), timeout_s=300))
 
 
 @pytest.mark.full
 def test_offloaded_bytes_are_the_ranks_too(ranks: RankGroups) -> None:
-    check(ranks, OFFLOADED, 2)
+    check(OFFLOADED, ranks(2).run(moments, list(OFFLOADED.values()), timeout_s=300))
 
 
 def measured(rank: int, world: int, jobs: list[Job]) -> list[tuple[int | None, int]]:
@@ -236,15 +238,10 @@ def measured(rank: int, world: int, jobs: list[Job]) -> list[tuple[int | None, i
 GATHERED = Job("deepspeed, ZeRO 3", model={"dropout": 0.1}, accumulation=2)
 
 
-def check_activations(ranks: RankGroups, jobs: list[Job]) -> None:
-    for found in ranks(2).run(measured, jobs, timeout_s=300):
-        for activations, cost in found:
-            assert activations == cost
-
-
-def test_activations_are_what_the_plan_costs(ranks: RankGroups) -> None:
+def test_activations_are_what_the_plan_costs(small_runs: list[Any]) -> None:
     """No gathered parameter, kept or on its way, is taken for an activation."""
-    check_activations(ranks, [replace(GATHERED, policy="selective")])
+    for _, [(activations, cost)], _ in small_runs:
+        assert activations == cost
 
 
 @pytest.mark.full
@@ -252,7 +249,10 @@ def test_activations_are_what_every_plan_costs(ranks: RankGroups) -> None:
     kept = replace(GATHERED, zero={"stage3_param_persistence_threshold": 2000, "stage3_prefetch_bucket_size": 10_000})
     policies = ["none", "full", {"mode": "segments", "k": 2}, "selective_attention"]
     jobs = [replace(one, policy=policy) for one in (GATHERED, kept) for policy in policies]
-    check_activations(ranks, [*jobs, *(replace(job, engine="deepspeed, ZeRO 1") for job in jobs[:4])])
+    jobs += [replace(job, engine="deepspeed, ZeRO 1") for job in jobs[:4]]
+    for found in ranks(2).run(measured, jobs, timeout_s=300):
+        for activations, cost in found:
+            assert activations == cost
 
 
 def own_loop(rank: int, world: int) -> dict[str, int]:
@@ -281,9 +281,20 @@ def own_loop(rank: int, world: int) -> dict[str, int]:
     return {"params": memory.params, "optimizer": memory.optimizer, "activations": memory.activations}
 
 
-def test_a_meter_measures_an_engine_in_anybodys_loop(ranks: RankGroups) -> None:
+def test_a_meter_measures_an_engine_in_anybodys_loop(small_runs: list[Any]) -> None:
     elements = 8 * 16 + 16 + 16 * 8 + 8
-    for found in ranks(2).run(own_loop):
+    for *_, found in small_runs:
         assert found["params"] == FP32 * elements
         assert found["optimizer"] == FP32 * 3 * elements // 2 + FP32
         assert found["activations"] == FP32 * (4 * 8 + 4 * 16)  # the first one's input, and what Tanh returned
+
+
+def all_small(rank: int, world: int) -> Any:
+    rows = moments(rank, world, list(ROWS.values()))
+    return rows, measured(rank, world, [replace(GATHERED, policy="selective")]), own_loop(rank, world)
+
+
+@pytest.fixture(scope="module")
+def small_runs(ranks: RankGroups) -> list[Any]:
+    """One round for all: DeepSpeed's groups have the ranks start anew after each."""
+    return ranks(2).run(all_small, timeout_s=300)
