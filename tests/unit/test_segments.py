@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -209,6 +211,45 @@ def test_the_blocks_extra_arguments_are_kept_once_and_may_differ() -> None:
     apply(model, {"mode": "segments", "k": 3})
     saved = saved_bytes([loop(model, torch.randn(2, 5, WIDTH, requires_grad=True))], model.parameters())
     assert saved.total == 2 * INPUT_BYTES + 2 * 5 * 4 + 4
+
+
+class Passed(torch.autograd.Function):
+    """What sharding hooks put between a block and its caller: another tensor, the same memory (ZeRO-3's do so)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def hooked(model: nn.Module, edit: bool = False) -> None:
+    """Nobody holds the tensor that a block returns, only its alias."""
+
+    def alias(block: nn.Module, args: Any, out: Tensor) -> Tensor:
+        passed: Tensor = Passed.apply(out.clone() if edit else out)
+        return passed.mul_(1.5) if edit else passed
+
+    for block in model.blocks:
+        block.register_forward_hook(alias)
+
+
+@pytest.mark.parametrize("edit", [False, True])
+def test_an_alias_in_an_outputs_place_is_that_output(edit: bool) -> None:
+    """Unless it holds something else."""
+    model = Looped(plain)
+    hooked(model, edit)
+    with pytest.warns(UserWarning, match="not given what") if edit else contextlib.nullcontext():
+        assert_same(model, {"mode": "segments", "k": 3})
+    kept = copy.deepcopy(model)
+    apply(kept, {"mode": "segments", "k": 3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = kept(X).square().sum()
+    whole = saved_bytes([loss], [*kept.parameters(), X])
+    assert whole.inputs == (6 if edit else 2) * INPUT_BYTES
 
 
 def test_what_stands_between_blocks_is_said() -> None:
