@@ -31,6 +31,7 @@ from dist_ckpt.engines.data_parallel import compile_blocks
 from dist_ckpt.engines.feed import Feed, agree
 from dist_ckpt.engines.gradients import LostGradients
 from dist_ckpt.engines.optim import build_optimizer, learning_rate
+from dist_ckpt.engines.reached import Reached
 from dist_ckpt.engines.stage import keep_stage, refuse_untrained, shared_parameters
 from dist_ckpt.errors import DataError, EngineError
 from dist_ckpt.memory.ledger import Owner, owners_of
@@ -65,7 +66,7 @@ class PipelineEngine(Engine):
         """DeepSpeed's own engine."""
         self._layers: LayerList
         self._lost_gradients: LostGradients | None = None
-        self._with_gradient: set[str] = set()
+        self._reached: Reached | None = None
         self._shape: tuple[int, ...] | None = None
         self._output: tuple[tuple[int, ...], torch.dtype] | None = None
         self._update = _Update()
@@ -132,6 +133,8 @@ class PipelineEngine(Engine):
             [pipe.SharedWeight(name, holders, named.get(name)) for name, holders in shared.items()],
         )
         self.deepspeed = pipe.build(module, self.optimizer, self._options_of_deepspeed(), self.device, self)
+        # Now that DeepSpeed has cast and broadcast the weights: in bf16, a tied one loses hooks from before.
+        self._reached = Reached(model) if self._lost_gradients is not None else None
         self.optimizer.register_step_pre_hook(lambda *_: self._refuse_non_finite(self._update.loss, self._norm()))
         self.meter = MemoryMeter(model, owners=self.owners)
 
@@ -209,8 +212,6 @@ class PipelineEngine(Engine):
 
     def backward_ended(self) -> None:
         """Called after each backward."""
-        if self._lost_gradients is not None:  # at the boundary ZeRO has taken them away
-            self._with_gradient |= {name for name, p in named_parameters(self.model) if p.grad is not None}
         if self.observer is not None:
             self.observer.backward_ended()
 
@@ -223,9 +224,10 @@ class PipelineEngine(Engine):
             self.meter.reset()
         if self.observer is not None:
             self.observer.boundary()
-        if self._lost_gradients is not None:
-            self._lost_gradients.refuse(self.model, update.micro_batches, self.device, self._with_gradient)
-            self._lost_gradients = None
+        if self._lost_gradients is not None and self._reached is not None:
+            self._lost_gradients.refuse(self.model, update.micro_batches, self.device, self._reached.names)
+            self._reached.close()
+            self._lost_gradients = self._reached = None
         assert update.feed is not None
         update.loss = self._sum_over_ranks(float(update.total)) / update.feed.tokens
         if not math.isfinite(update.loss):

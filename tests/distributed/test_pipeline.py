@@ -37,7 +37,10 @@ def sequential_loss(model: nn.Module, batch: Batch) -> Tensor:
 PLAIN = Pipe(gas=4)
 DROPOUT = Pipe(gas=2, zero=1, model={"dropout": 0.1}, steps=2)
 TIED = Pipe(gas=2, zero=1, model={"tied": True}, clip=0.3, lr=1e-3, eps=1e-3, policy="full")
-BF16 = [Pipe(gas=2, zero=zero, precision="bf16", steps=1, lr=1e-3) for zero in (0, 1)]
+BF16 = [
+    Pipe(gas=2, zero=zero, precision="bf16", steps=1, lr=1e-3, model={"tied": tied}, policy=MIX)
+    for zero, tied in ((0, False), (0, True), (1, True))
+]
 TRAININGS: dict[str, list[Pipe]] = {
     "plain": [
         *with_policies(PLAIN, ["none", MIX]),
@@ -104,8 +107,8 @@ def test_gradients_are_clipped_to_the_norm_of_all_stages(trained: dict[str, list
 
 
 def test_bf16_is_close_to_fp32(trained: dict[str, list[list[Outcome]]]) -> None:
-    expected = serial(BF16[0])
-    for outcomes in trained["bf16"]:
+    for job, outcomes in zip(BF16, trained["bf16"], strict=True):
+        expected = serial(job)
         assert outcomes[0].losses == pytest.approx(expected.losses, rel=5e-3)
         assert outcomes[1].norms == pytest.approx(expected.norms, rel=5e-3)  # the head's gradient among them
 
