@@ -65,7 +65,8 @@ def prove(job: Job) -> Verification:
 
     runs = []
     with untouched(job.source.model, job.source.loss_sum) as start_over:
-        for applied in (Plan(), Plan(), job.plan):
+        without = Plan(stages=job.plan.stages)
+        for applied in (without, without, job.plan):
             start_over()
             runs.append(_observed(job, applied))
             if applied is not job.plan and (error := runs[-1].error) is not None:
