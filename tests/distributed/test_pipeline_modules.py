@@ -341,12 +341,9 @@ def test_what_does_not_fit_is_refused_alike_on_every_rank(found: Found) -> None:
 
 
 def intervals(rank: int, world: int) -> list[str]:
-    section = {"pipeline": {"activation_checkpoint_interval": 1}}
-    runs = (
-        Run("usual", "full", options={"activation_checkpoint_interval": 1}),
-        Run("usual", "full", config=section),
-    )
-    return [refused(rank, world, trained, [run]) for run in runs]
+    net = net_of("usual", activation_checkpoint_interval=1)
+    run = Run("usual", "full", config={"pipeline": {"activation_checkpoint_interval": 1}})
+    return [refused(rank, world, lambda *_: apply(net, "full")), refused(rank, world, trained, [run])]
 
 
 def test_recomputing_twice_is_refused_whoever_asks_for_it(found: Found) -> None:
