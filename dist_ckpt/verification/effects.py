@@ -97,8 +97,13 @@ def _of_forward(base: Observation, planned: Observation, tolerance: float, noise
         return
     event = first_other_call(list(base.calls), list(planned.calls))
     where = "the loss" if event is None or event.module in noise.modules else event.module or "the model"
-    text = "; ".join(f"{float(base.losses[int(n)]):.6g} → {float(planned.losses[int(n)]):.6g}" for n, _, _ in losses)
+    text = "; ".join(f"{_mean(base, n):.6g} → {_mean(planned, n):.6g}" for n, _, _ in losses)
     yield Finding(where, f"the forward itself computes something else with the plan; loss {text}")
+
+
+def _mean(seen: Observation, number: str) -> float:
+    """A loss as it is; what a stage of a pipeline hands on, by its mean."""
+    return float(seen.losses[int(number)].double().mean())
 
 
 def _losses(seen: Observation) -> dict[str, Tensor]:

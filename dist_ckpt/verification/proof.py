@@ -111,7 +111,7 @@ def judge(base: Observation, again: Observation, planned: Observation, plan: Pla
         is_refused=isinstance(planned.error, DistCkptError),
         notes=tuple(_notes(base, planned, plan, noise)),
         gradients=checks,
-        losses=tuple(float(loss) for loss in base.losses),
+        losses=tuple(float(loss) for loss in base.losses if loss.numel() == 1),
         regions=sum(1 for _ in plan.all_regions()),
         recomputes=sum(len(checkpoint.recomputes) or checkpoint.was_compared for checkpoint in planned.checkpoints),
         buffers=len(base.buffers),
@@ -203,8 +203,8 @@ def _notes(base: Observation, planned: Observation, plan: Plan, noise: Noise) ->
     recomputed = [checkpoint for checkpoint in planned.checkpoints if checkpoint.recomputes or checkpoint.was_compared]
     if regions and not recomputed and planned.error is None:
         yield "no region was recomputed in this step: nothing in them needs a gradient, or none was called"
-    called = {event.module for event in planned.calls}
-    silent = [name for region in plan.all_regions() for name in region.modules if name not in called]
+    called, here = {event.module for event in planned.calls}, set(planned.names.values())  # or in another stage
+    silent = [name for region in plan.all_regions() for name in region.modules if name in here - called]
     if silent and recomputed and not planned.is_compiled:
         yield f"not called in this step, so not proven: {', '.join(fold_names(tuple(silent)))}"
     if not (base.is_complete and planned.is_complete):
