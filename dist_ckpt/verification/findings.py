@@ -156,6 +156,7 @@ def merge(ranks: Sequence[Verification]) -> Verification:
         has_failed=any(one.has_failed for one in ranks),
         is_refused=any(one.is_refused for one in ranks),
         gradients=tuple(gradients.values()),
+        losses=next((one.losses for one in ranks if one.losses), ()),  # only the last stage of a pipeline has any
         saved_bytes=_most([one.saved_bytes for one in ranks]),
         baseline_saved_bytes=_most([one.baseline_saved_bytes for one in ranks]),
         flops=_most([one.flops for one in ranks]),
