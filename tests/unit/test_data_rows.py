@@ -218,6 +218,8 @@ def test_micro_batches_of_an_update() -> None:
     config = DataConfig(kind="synthetic", documents=64)
     rows = build_data(config, vocab_size=97, seq_len=16, seed=2)[0]
     together = micro_batches(rows, 40, 1, 2, 3, 4)
+    tensors = [tensor for batch in together for tensor in batch.values()]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)  # so that each is kept and counted alone
     for number, batch in enumerate(together):
         for key, value in micro_batch(rows, 40 + number * 6, 1, 3).items():
             assert torch.equal(batch[key], value)

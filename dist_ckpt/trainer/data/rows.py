@@ -167,4 +167,5 @@ def micro_batches(
         first = start + (number * world_size + rank) * micro_batch
         for row in range(micro_batch):
             ids[number, row], labels[number, row] = rows.sample(first + row)
-    return [{"input_ids": ids[number], "labels": labels[number]} for number in range(count)]
+    # Copies: a graph that keeps one micro-batch's rows would otherwise keep, and be counted with, those of all.
+    return [{"input_ids": ids[number].clone(), "labels": labels[number].clone()} for number in range(count)]
