@@ -149,11 +149,12 @@ def forwards_forgotten() -> Iterator[None]:
 
 
 def close(engine: Any) -> None:
-    """Ends an engine of :func:`build`, so that its model can be used and freed.
+    """Ends an engine of :func:`build`, so that all it holds can be freed.
 
-    ``destroy()`` leaves the root module on a global stack (runtime/zero/parameter_offload.py, FWD_MODULE_STACK),
-    ``torch.nn.functional.linear`` replaced after ZeRO-3 (runtime/zero/partition_parameters.py,
-    _enable_mem_efficient_linear), and the groups of hpZ, which a later engine must make itself (utils/groups.py).
+    ``destroy()`` leaves hooks and parameters that refer to the engine, and are kept by the autograd Functions that
+    ZeRO-3 makes for each module; the root module on a global stack (both in runtime/zero/parameter_offload.py);
+    ``torch.nn.functional.linear`` replaced (runtime/zero/partition_parameters.py, _enable_mem_efficient_linear); and the
+    groups of hpZ, which a later engine must make itself (utils/groups.py).
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
@@ -165,3 +166,7 @@ def close(engine: Any) -> None:
     if not stack and hasattr(Patches, "linear_bk"):  # no other engine of ZeRO-3 is there
         torch.nn.functional.linear = Patches.linear_bk
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        hook.remove()
+    for parameter in engine.module.parameters():
+        vars(parameter).pop("_z3_optimizer", None)

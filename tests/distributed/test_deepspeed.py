@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import weakref
 from importlib.util import find_spec
 from typing import Any
 
@@ -280,3 +282,22 @@ def test_what_would_lose_gradients_or_weights_stops_every_rank(ranks: RankGroups
         assert "was told 2 micro-batches an update, and given 1, 2" in some and "train.grad_accum" in some
         assert "given 3" in many
         assert "gradient norm inf" in spoilt or "gradient norm nan" in spoilt
+
+
+def survivors(rank: int, world: int) -> list[str]:
+    """Engines that are there after their end, in a process that builds several, and what they leave replaced."""
+    linear, found = nn.functional.linear, []
+    for stage in STAGES:
+        engine = build_engine(Job(stage, accumulation=1))
+        engine.train_step([rows_of(Job(stage, accumulation=1), 0, 0, rank, world, SMALL["vocab_size"])])
+        held = {"engine": weakref.ref(engine.model), "optimizer": weakref.ref(engine.model.optimizer)}
+        engine.close()
+        del engine
+        gc.collect()
+        found += [f"{name} of {stage}" for name, ref in held.items() if ref() is not None]
+    return found if nn.functional.linear is linear else [*found, "linear"]
+
+
+@pytest.mark.full
+def test_an_engine_that_is_closed_is_gone(ranks: RankGroups) -> None:
+    assert ranks(2).run(survivors) == [[], []]
