@@ -153,8 +153,8 @@ def close(engine: Any) -> None:
 
     ``destroy()`` leaves hooks and parameters that refer to the engine, and are kept by the autograd Functions that
     ZeRO-3 makes for each module; the root module on a global stack (both in runtime/zero/parameter_offload.py);
-    ``torch.nn.functional.linear`` replaced (runtime/zero/partition_parameters.py, _enable_mem_efficient_linear); and the
-    groups of hpZ, which a later engine must make itself (utils/groups.py).
+    ``torch.nn.functional.linear`` replaced (runtime/zero/partition_parameters.py, _enable_mem_efficient_linear); and
+    the groups of hpZ, which a later engine must make itself (utils/groups.py).
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches

@@ -45,11 +45,6 @@ class DeepSpeedEngine(DataParallelEngine):
             )
         if config is None:
             return [*problems, "engine=deepspeed needs a configuration: engine.config"]
-        if config.data.get("bf16", {}).get("check_grad_overflow") is False:
-            problems.append(
-                f"{config.path or 'engine.config'}: bf16.check_grad_overflow=false would let a gradient that is not "
-                "finite change the weights: leave it out"
-            )
         if options.compile and config.stage == 3:
             problems.append("train.compile: ZeRO-3 gathers parameters in hooks that compiled code does not run")
         return problems

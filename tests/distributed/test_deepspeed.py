@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dist_ckpt.deepspeed_config import RunSettings, resolve
+from dist_ckpt.engines import ENGINES, TrainingOptions
 from dist_ckpt.engines.base import NonFiniteError
 from dist_ckpt.errors import EngineError
 from dist_ckpt.names import named_parameters
+from dist_ckpt.plan import Plan
 from dist_ckpt.trainer.models.config import Loss
 from tests.distributed.test_gradients import distance, one_process
 from tests.distributed.test_parity import assert_same
@@ -301,3 +304,33 @@ def survivors(rank: int, world: int) -> list[str]:
 @pytest.mark.full
 def test_an_engine_that_is_closed_is_gone(ranks: RankGroups) -> None:
     assert ranks(2).run(survivors) == [[], []]
+
+
+def test_what_means_nothing_under_zero_is_refused() -> None:
+    run = RunSettings(
+        micro_batch=1,
+        grad_accum=1,
+        data_ranks=1,
+        world_size=1,
+        stages=1,
+        clip=None,
+        precision="fp32",
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        device="cpu",
+    )
+    config = resolve({"zero_optimization": {"stage": 3}}, run)
+
+    def refused(**options: Any) -> str:
+        engine = ENGINES["deepspeed"](
+            TrainingOptions(**options), torch.device("cpu"), lambda model, batch: model(batch)
+        )
+        return "; ".join(engine.refuses(Plan()))
+
+    assert refused(deepspeed=config) == ""
+    assert "needs a configuration: engine.config" in refused()
+    assert "train.accum_sync=every is an option of ddp" in refused(deepspeed=config, accum_sync="every")
+    assert "ZeRO-3 gathers" in refused(deepspeed=config, compile=True, allow_untested=True)
+    assert "engine.replicas=2" in refused(deepspeed=config, replicas=2)
