@@ -92,6 +92,36 @@ def test_resumes_with_one_change(ranks: RankGroups, tmp_path: Path, changes: tup
     check_resuming_elsewhere(ranks, tmp_path, (2, [changes[0]]), (2, [changes[1]]))
 
 
+PIPELINE = ["engine=deepspeed_pipe", "engine.stages=2", "engine.config=configs/deepspeed/pipeline.json"]
+ZERO = {stage: ["engine=deepspeed", f"engine.config=configs/deepspeed/zero{stage}.json"] for stage in range(4)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("engine", [*ZERO.values(), PIPELINE], ids=lambda e: e[-1].rpartition("/")[2])
+def test_deepspeed_resumes_bitwise(ranks: RankGroups, tmp_path: Path, engine: list[str], precision: str) -> None:
+    options = [STEPS, DROPOUT, *engine, "ckpt=full", "train.grad_accum=2", f"train.precision={precision}"]
+    check_stopping_changes_nothing(ranks, tmp_path, options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        [(2, ZERO[3]), (4, ZERO[1])],
+        [(4, PIPELINE), (2, ZERO[2])],
+        [(2, ["engine=ddp"]), (2, PIPELINE)],
+        [(2, PIPELINE), (2, ["engine=fsdp2"])],
+        [(2, ZERO[0]), (1, ["engine=ddp"])],
+    ],
+    ids=["zero3_zero1", "pipeline_zero2", "ddp_pipeline", "pipeline_fsdp2", "zero0_ddp"],
+)
+def test_resumes_across_deepspeed_and_other_engines(
+    ranks: RankGroups, tmp_path: Path, jobs: list[tuple[int, list[str]]]
+) -> None:
+    check_resuming_elsewhere(ranks, tmp_path, jobs[0], jobs[1])
+
+
 def test_a_resumed_run_takes_its_options_from_the_configuration(ranks: RankGroups, tmp_path: Path) -> None:
     options = ["train.steps=4", "engine=fsdp1"]
     ranks(2).run(run_here, str(tmp_path / "run"), options, 2)
