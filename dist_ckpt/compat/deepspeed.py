@@ -117,7 +117,7 @@ def build(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], dev
 
     Under ZeRO-3 the model may lie in host memory: parameters move to the device one by one, each to be partitioned
     there before the next (``initialize`` would first move the whole model, runtime/engine.py,
-    _configure_distributed_model). Buffers keep their dtypes, under bf16 too.
+    _configure_distributed_model).
     """
     deepspeed = load()
     data = copy.deepcopy(dict(config))
@@ -126,11 +126,12 @@ def build(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], dev
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
         deepspeed.zero.Init(module=model, config_dict_or_path=data)
-    buffers = [(m, name, b.to(device)) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
     with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints how much memory there is
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=data)[0]
-    for module, name, buffer in buffers:  # bf16 is for parameters: rotary tables would lose half of their digits
-        module._buffers[name] = buffer
     undo_first_step(engine)
     return engine
 

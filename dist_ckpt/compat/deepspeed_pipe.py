@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dist_ckpt.compat import deepspeed as compat
-from dist_ckpt.compat.deepspeed_state import undo_first_step
 
 compat.load()  # without what it would print
 
@@ -146,12 +145,8 @@ def build(
         config: complete, as ``deepspeed.initialize`` takes it.
         watcher: of all updates.
     """
-    buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     with _silence():
         engine: PipelineEngine = compat.build(model, optimizer, config, device)
-    undo_first_step(engine)
-    for module, name, buffer in buffers:  # bf16 is for parameters: rotary tables would lose half of their digits
-        module._buffers[name] = buffer
     assert engine.module.activation_checkpoint_interval == 0
     _watch(engine, watcher)
     _norm_over_stages(engine.optimizer, engine.grid.get_pipe_parallel_group())
