@@ -144,9 +144,9 @@ def expected(row: str, s: Sizes) -> tuple[int, int, tuple[int, int, int], tuple[
         case "1 bf16":
             return BF16 * s.flat, states[0], (BF16 * s.whole, BF16 * s.touched, 0), _times(BF16, once)
         case "2 fp32":
-            return FP32 * s.flat, states[0], (FP32 * s.touched, FP32 * s.touched, 0), (0, 0, 0)
+            return FP32 * s.flat, states[0], (FP32 * (s.touched - s.padding), FP32 * s.touched, 0), (0, 0, 0)
         case "2 bf16":
-            return BF16 * s.flat, states[0], (BF16 * s.touched, BF16 * s.touched, 0), (0, 0, 0)
+            return BF16 * s.flat, states[0], (BF16 * (s.touched - s.padding), BF16 * s.touched, 0), (0, 0, 0)
         case "3 fp32":
             return FP32 * s.shard, states[1], (FP32 * s.shard,) * 3, _times(FP32, always)
         case "3 bf16":
