@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed (tested with 0.19.8): how it starts, and how an engine of its own is built and ended.
+"""Internals of DeepSpeed (tested with 0.19.8): how it starts, and how an engine of its own is built and ended.
 
 What is read of an engine that somebody else has built lies in :mod:`dist_ckpt.compat.zero`, which needs no import of
 DeepSpeed.
@@ -11,6 +11,7 @@ import copy
 import io
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,15 +24,17 @@ from torch.optim import Optimizer
 from dist_ckpt.compat.deepspeed_state import undo_first_step
 from dist_ckpt.errors import EngineError
 
-SERIES = "0.19."
-"""Versions whose private parts are known here."""
+KNOWN = ((0, 19, 8), (0, 20))
+"""The first version whose internals are known here, and the first one after those."""
+_INSTALL = "pip install 'dist_ckpt[deepspeed]', or choose another engine"
 _LOGGER = "DeepSpeed"
 
 
 def start(device: torch.device) -> None:
     """Makes DeepSpeed ready on a device, over the process group that exists; a second call does nothing more.
 
-    Nothing is compiled and nothing is printed.
+    Nothing is compiled and nothing is printed. Two things stay as this leaves them when the last engine is closed: a
+    filter for torch's warnings about deprecated collectives, and LOCAL_RANK, which is set if no launcher has set it.
 
     Raises:
         EngineError: DeepSpeed is missing, of a version that is not known here, or set to another kind of device.
@@ -66,15 +69,28 @@ def load() -> Any:
         try:
             import deepspeed
         except ImportError as error:
-            raise EngineError(
-                f"DeepSpeed cannot be imported ({error}): pip install 'deepspeed>=0.19,<0.20', or choose another engine"
-            ) from error
-    if not deepspeed.__version__.startswith(SERIES):
+            raise EngineError(f"DeepSpeed cannot be imported ({error}): {_INSTALL}") from error
+    least, below = KNOWN
+    if not least <= _numbers(deepspeed.__version__) < below:
         raise EngineError(
-            f"DeepSpeed {deepspeed.__version__}: its private parts are known for {SERIES}* only; "
-            "pip install 'deepspeed>=0.19,<0.20', or choose another engine"
+            f"DeepSpeed {deepspeed.__version__}: its internals are known for versions >={_dotted(least)},"
+            f"<{_dotted(below)} only; {_INSTALL}"
         )
     return deepspeed
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Those that a version begins with.
+
+    >>> _numbers("0.19.8+1a2b3c4")
+    (0, 19, 8)
+    """
+    begin = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, begin[0].split("."))) if begin else ()
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 @contextlib.contextmanager

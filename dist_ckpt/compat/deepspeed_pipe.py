@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed's pipeline (tested with 0.19.8): a stage that is cut from a whole model, and the engine's
+"""Internals of DeepSpeed's pipeline (tested with 0.19.8): a stage that is cut from a whole model, and the engine's
 instructions as they are executed.
 """
 

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed's optimizers (tested with 0.19.8): where they keep fp32 weights and moments.
+"""Internals of DeepSpeed's optimizers (tested with 0.19.8): where they keep fp32 weights and moments.
 
 ========================================  ==========================================================================
 ``torch.optim.Optimizer``                 stage 0, fp32: the model's parameters themselves

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed's engines (tested with 0.19.8), read without importing it: where their bytes lie, what
+"""Internals of DeepSpeed's engines (tested with 0.19.8), read without importing it: where their bytes lie, what
 gradient a rank holds of a parameter, and how ZeRO-3 gathers the parameters of one module.
 
 Attribute names are those of deepspeed/runtime/zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py and
