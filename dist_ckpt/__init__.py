@@ -1,6 +1,7 @@
 """Control of activation memory in distributed PyTorch training.
 
-Names load on first use, so that the command line can reject a mistake before torch is imported.
+Names load on first use, so that the command line can reject a mistake before torch is imported. Public as well are
+:mod:`dist_ckpt.stages`, with which a model says how a pipeline can cut it, and :mod:`dist_ckpt.deepspeed_config`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dist_ckpt.cost import PlanCost, plan_cost
-    from dist_ckpt.errors import DistCkptError, PlanError
+    from dist_ckpt.cost import PlanCost, StageCost, plan_cost, stage_costs
+    from dist_ckpt.errors import DistCkptError, EngineError, PlanError
     from dist_ckpt.guards.accumulation import guard_accumulation
     from dist_ckpt.memory.meter import MemoryMeter, gather_report
     from dist_ckpt.memory.records import MemoryReport, RankMemory
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "PlanCost": "cost",
+    "StageCost": "cost",
     "plan_cost": "cost",
+    "stage_costs": "cost",
     "DistCkptError": "errors",
+    "EngineError": "errors",
     "PlanError": "errors",
     "MemoryMeter": "memory.meter",
     "MemoryReport": "memory.records",
@@ -48,6 +52,7 @@ _HOMES = {
 
 __all__ = [
     "DistCkptError",
+    "EngineError",
     "MemoryMeter",
     "MemoryReport",
     "OpRule",
@@ -58,6 +63,7 @@ __all__ = [
     "RankMemory",
     "Region",
     "SaveRule",
+    "StageCost",
     "Verification",
     "apply",
     "apply_plan",
@@ -68,6 +74,7 @@ __all__ = [
     "plan_cost",
     "recompute",
     "remove_plan",
+    "stage_costs",
     "verify",
 ]
 

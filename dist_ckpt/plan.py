@@ -166,7 +166,7 @@ class Plan:
     blocks: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
     stages: Stages = ()
-    """Of a pipeline; no region crosses a boundary."""
+    """Of a pipeline; no region crosses from one stage to another."""
     matched: tuple[tuple[str, int], ...] = ()
     """For each pattern of the policy, how many modules it matched."""
     unmatched: tuple[str, ...] = ()
@@ -196,7 +196,8 @@ class Plan:
     def cut(self, stages: Stages) -> Plan:
         """This plan for a pipeline of other stages, or for a model without any.
 
-        Segments that cross a boundary are split there, nested ones too; what is recomputed stays the same.
+        Segments that go on in another stage are split where a stage ends, nested ones too; what is recomputed stays the
+        same.
 
         Raises:
             PlanError: a block or a module that is recomputed lies in no stage, or in several; a part of a plan.
@@ -210,7 +211,7 @@ class Plan:
             return dataclasses.replace(self, stages=(), planned_for=original)
         regions = tuple(piece for region in self.regions for piece in _split(region, stages))
         split = [region for region in self.all_regions() if len(_spans(region.modules, stages)) > 1]
-        notes = (f"split at a boundary of stages: {' + '.join(fold_names(region.modules))}" for region in split)
+        notes = (f"split where a stage ends: {' + '.join(fold_names(region.modules))}" for region in split)
         return dataclasses.replace(
             self,
             regions=regions,
@@ -226,7 +227,8 @@ class Plan:
             PlanError: there is no such stage.
         """
         if not (self.stage is None and 0 <= stage < len(self.stages)):
-            raise PlanError(f"no part for stage {stage}: this plan has {len(self.stages)} stages" + self._whose)
+            remedy = "" if self.stages else "; make_plan(…, stages=…) makes one that has"
+            raise PlanError(f"no part for stage {stage}: this plan has {len(self.stages)} stages{remedy}{self._whose}")
 
         def is_here(names: tuple[str, ...]) -> bool:
             return stage in _common_stages(names, self.stages)

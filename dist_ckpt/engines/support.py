@@ -47,7 +47,9 @@ class Combination:
     compiled: bool
 
     def __str__(self) -> str:
-        return f"{self.mode} under {self.engine} in {self.precision}" + (", compiled" if self.compiled else "")
+        name, _, zero = self.engine.partition(", ")
+        engine = f"engine={name}" + (f" ({zero})" if zero else "")
+        return f"ckpt={self.mode} with {engine}, train.precision={self.precision}" + ", train.compile" * self.compiled
 
 
 @dataclass(frozen=True)

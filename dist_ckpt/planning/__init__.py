@@ -185,7 +185,7 @@ def apply(model: Function, policy: PolicySpec) -> Function: ...
 def apply(model: Any, policy: PolicySpec, batch: ModelInput | None = None, loss_fn: LossFn | None = None) -> Any:
     """Makes a plan for the model and applies it: the one line for an existing training loop, before sharding.
 
-    Args and errors are those of :func:`make_plan` and :func:`~dist_ckpt.apply_plan`.
+    Args, but for ``stages``, and errors are those of :func:`make_plan` and :func:`~dist_ckpt.apply_plan`.
 
     Returns:
         The plan, for printing or saving; that of a DeepSpeed ``PipelineModule`` is about all stages, of which this

@@ -27,8 +27,7 @@ def plan_per_stage(policy: PerStagePolicy, stages: Stages, plan: Callable[[Polic
     if count != len(stages):
         raise PlanError(
             f"ckpt.per_stage has {count} polic{'y' if count == 1 else 'ies'}, and there are {len(stages)} stages "
-            f"(engine.stages): write one a stage, {'none' if count < len(stages) else 'no more'} where nothing is to "
-            "be recomputed"
+            "(engine.stages): write one for each stage, 'none' where nothing is to be recomputed"
         )
     parts: list[Plan] = []
     for stage, asked in enumerate(policy.per_stage):

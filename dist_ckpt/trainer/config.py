@@ -24,11 +24,8 @@ from dist_ckpt.typed import Checked, Choice, Interval, Positive, Range, Size, sh
 
 
 class Precision(Choice):
-    """Number format of forward and backward; weights, optimizer and reductions are fp32 in both.
-
-    DeepSpeed's ``bf16`` keeps bfloat16 weights beside fp32 master weights, and reduces in bfloat16 unless its
-    configuration says otherwise.
-    """
+    """Number format of forward and backward. Weights, optimizer and reductions stay fp32; under DeepSpeed, bf16 weights
+    have fp32 masters, and reductions are bf16 unless its file says otherwise."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -136,7 +133,7 @@ class EngineConfig(Checked, section="engine"):
     stages: Size = 1
     """deepspeed_pipe: stages of the pipeline. Must divide the number of ranks."""
     partition: str | tuple[int, ...] = "parameters"
-    """deepspeed_pipe: how blocks are dealt to stages. ``uniform``: equal numbers of layers; ``parameters``: the largest
+    """deepspeed_pipe: how blocks are dealt to stages. ``uniform``: equal numbers of blocks; ``parameters``: the largest
     stage has as few parameters as possible; ``type:TransformerBlock``: equal numbers of modules of a class; or the
     number of blocks of each stage, as ``[6,6,7,5]``."""
 

@@ -19,7 +19,7 @@ def deepspeed_config(
     Args:
         ranks: of the run, or those that a dry run plans for.
         device: where the ranks compute; None as long as nobody has looked for GPUs.
-        hidden_size: width of the model, where the configuration does not say it.
+        hidden_size: width of the model, once it is known; of our own decoder the configuration says it.
 
     Raises:
         ConfigError: everything in the file that is wrong, does nothing, or contradicts the run.

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -273,9 +273,7 @@ def build_engine(config: Config, place: Place, device: torch.device, source: Mod
         check_gradients=train.check_gradients,
     )
     if config.engine.is_deepspeed:
-        width = next(source.model.parameters()).shape[-1]  # of the embedding
-        told = deepspeed_config(
-            config, config.ranks(place.world_size), "cuda" if device.type == "cuda" else "cpu", width
-        )
+        kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+        told = deepspeed_config(config, config.ranks(place.world_size), kind, source.hidden_size)
         options = dataclasses.replace(options, deepspeed=told, layers=source.layers)
     return ENGINES[config.engine.name](options, device, source.loss_sum, source.initialize)

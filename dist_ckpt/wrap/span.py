@@ -54,7 +54,7 @@ class Part:
 
 
 class Handle:
-    """Recognises a tensor, without keeping it or its memory alive.
+    """Recognizes a tensor, without keeping it or its memory alive.
 
     A sharding hook may put an alias in a tensor's place, after which nobody holds the tensor itself (FSDP2 and ZeRO-3
     pass a block's inputs and outputs through autograd functions), so it is the same memory with the same contents that

@@ -153,8 +153,8 @@ EMBEDDING_ALONE: Stages = (("embed",), ("blocks.0", "blocks.1", "blocks.2", "blo
     ("policies", "stages", "message"),
     [
         (["full", "none"], (), r"there are no stages.*engine=deepspeed_pipe"),
-        (["full"], stages_for(2, 2), r"has 1 policy, and there are 2 stages \(engine\.stages\): .* none where"),
-        (["full"] * 3, stages_for(2, 2), r"has 3 policies, and there are 2 stages.*no more"),
+        (["full"], stages_for(2, 2), r"has 1 policy, and there are 2 stages \(engine\.stages\): .* 'none' where"),
+        (["full"] * 3, stages_for(2, 2), r"has 3 policies, and there are 2 stages.*one for each stage"),
         ([], stages_for(2, 2), r"has 0 policies"),
         (["full", "full"], EMBEDDING_ALONE, r"\[0\]: stage 0 has no blocks, only embed; mode 'none' leaves"),
         (
@@ -226,7 +226,7 @@ def test_a_cut_splits_what_straddles_and_keeps_the_rest() -> None:
     assert spans(cut) == ["0-3", "4-5", "6-7", "8-11"]
     assert cut.regions[0] == plan.regions[0] and cut.regions[3] == plan.regions[2]
     assert cut.regions[1].inner + cut.regions[2].inner == plan.regions[1].inner
-    assert cut.notes[-1] == "split at a boundary of stages: blocks.{4-7}"
+    assert cut.notes[-1] == "split where a stage ends: blocks.{4-7}"
     assert cut.cut(stages_for(6, 6)) is cut and Plan.from_json(cut.to_json()) == cut
     assert (cut.blocks, cut.policy, cut.matched) == (plan.blocks, plan.policy, plan.matched)
 

@@ -65,7 +65,7 @@ def hf_source(config: ModelConfig, seed: int) -> ModelSource:
         raise ConfigError(f"model.path={path}: the model cannot be built: {_first_line(error)}") from error
     text = asked.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    return ModelSource(model, text.vocab_size, positions, token_loss, initialize, hf_layers)
+    return ModelSource(model, text.vocab_size, positions, text.hidden_size, token_loss, initialize, hf_layers)
 
 
 def token_loss(model: nn.Module, batch: Batch) -> Tensor:

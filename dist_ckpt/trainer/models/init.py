@@ -38,7 +38,7 @@ def init_parameters(model: nn.Module, seed: int, n_layers: int, prefix: str = ""
     """Fills every parameter in place; sharded ones (DTensor) get their own part of the whole value.
 
     Args:
-        prefix: the name of ``model`` inside the whole model, with its dot, where only a part is initialised.
+        prefix: the name of ``model`` inside the whole model, with its dot, where only a part is initialized.
     """
     for name, parameter in named_parameters(model):
         fill(parameter, initial_value(prefix + name, parameter.shape, seed, n_layers))

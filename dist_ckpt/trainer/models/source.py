@@ -24,6 +24,8 @@ class ModelSource:
     vocab_size: int
     max_seq_len: int | None
     """Positions that it knows; ``None`` for any number."""
+    hidden_size: int
+    """Width of what its blocks pass on."""
     loss_sum: Callable[[nn.Module, Batch], Tensor]
     """(model, batch) → the sum over tokens of the cross-entropy in nats, an fp32 scalar."""
     initialize: Callable[[nn.Module], None]
@@ -53,7 +55,7 @@ def model_source(config: ModelConfig, seed: int) -> ModelSource:
 
     with torch.device("meta"):
         model = Transformer(config)
-    return ModelSource(model, config.vocab_size, config.max_seq_len, _own_loss, initialize)
+    return ModelSource(model, config.vocab_size, config.max_seq_len, config.d_model, _own_loss, initialize)
 
 
 def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
