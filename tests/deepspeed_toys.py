@@ -17,7 +17,7 @@ from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.names import named_buffers, named_parameters
 from dist_ckpt.states.files import open_folder
 from dist_ckpt.states.training_state import read_tensors
-from tests.state_toys import VOCAB, WIDTH
+from tests.state_toys import VOCAB, WIDTH, Toy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -47,6 +47,15 @@ class Odd(nn.Module):
         self.count += 1
         x = (x - self.mean.to(x.dtype)) * self.gain
         return F.cross_entropy(self.head(x).flatten(0, 1), ids[:, 2:].flatten(), reduction="sum")
+
+
+class Low(Toy):
+    """With a buffer that is in 16 bits by itself, under every engine."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((3,), 1.0 + seed, dtype=torch.bfloat16))
 
 
 def initialized(

@@ -212,7 +212,10 @@ def undo_first_step(engine: Any) -> None:
 
 
 def computes_in_16_bits(engine: Any) -> bool:
-    """Whether DeepSpeed has cast the whole model, buffers and parameters that are not trained included."""
+    """Whether DeepSpeed has cast all parameters, those that are not trained included.
+
+    Buffers keep their numbers (runtime/engine.py, _cast_module_mixed_precision, without ``data_types.buffer_dtype``).
+    """
     return bool(engine.bfloat16_enabled() or engine.fp16_enabled())
 
 

@@ -1,6 +1,7 @@
 """The training of a DeepSpeed engine, ZeRO 0 to 3 or a pipeline, as every other engine saves and loads it.
 
-A state has fp32 weights under the model's own names: of an engine that computes in bfloat16 they are the fp32 masters.
+A state has fp32 weights under the model's own names: of an engine that computes in bfloat16 they are the fp32 masters,
+and frozen parameters as it has rounded them. Buffers have the numbers that the model has.
 Nothing is gathered: each rank writes the elements that it holds and reads those that it is to hold.
 """
 
@@ -107,7 +108,7 @@ class DeepSpeedSource:
             if id(value) in parameters:
                 found[MODEL_PREFIX + self._names.stored[id(value)]] = self._weight(parameters[id(value)])
             elif id(value) in buffers:
-                found[MODEL_PREFIX + plain] = self._in_32_bits(value)
+                found[MODEL_PREFIX + plain] = value.detach()
             else:
                 raise StateError(
                     f"{plain}: is neither parameter nor buffer; nothing else of a DeepSpeed engine is saved"
@@ -170,10 +171,10 @@ class DeepSpeedSource:
 
     def _weight(self, parameter: nn.Parameter) -> Tensor | Piece:
         held = self._layout.held.get(id(parameter))
-        return self._in_32_bits(resting(parameter)) if held is None else held.part(held.master)
+        return self._frozen(resting(parameter)) if held is None else held.part(held.master)
 
-    def _in_32_bits(self, value: Tensor | Piece) -> Tensor | Piece:
-        """As a state has it: DeepSpeed casts all of a model to the 16 bits that it computes in."""
+    def _frozen(self, value: Tensor | Piece) -> Tensor | Piece:
+        """As a state has it, in 32 bits where DeepSpeed has cast it to the 16 that it computes in."""
         if not computes_in_16_bits(self._engine) or stored_dtype(value.dtype) == value.dtype:
             return value
         if isinstance(value, Piece):

@@ -201,6 +201,15 @@ def test_state_moves_between_engines_stages_and_ranks(ranks: RankGroups, tmp_pat
         assert_same(stored(tmp_path / str(number + 1)), first)
 
 
+def test_buffers_keep_their_numbers(ranks: RankGroups, tmp_path: Path) -> None:
+    """What has 16 bits in the model has them in a state, though weights that an engine casts have 32."""
+    path = tmp_path / "state"
+    first = ranks(2).run(_saved, At(stage=1, bf16=True), str(path), 1, deepspeed_toys.Low)[0]
+    assert open_folder(path).entries["model.scale"].properties.dtype == torch.bfloat16
+    for found, _ in ranks(2).run(_moved, At("ddp"), str(path), None, deepspeed_toys.Low):
+        assert_same(found, first)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("cases", [EVERY[:8], EVERY[8:]], ids=("zero", "options"))
 def test_state_of_an_engine_that_has_never_stepped(ranks: RankGroups, tmp_path: Path, cases: list[At]) -> None:
