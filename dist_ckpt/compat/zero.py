@@ -8,7 +8,7 @@ fp16/unfused_optimizer.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -188,6 +188,11 @@ def _grad_under_zero3(parameter: Any) -> Tensor | None:
 def keeps_no_norm(engine: Any) -> bool:
     """Whether the engine steps the plain optimizer and clips by itself: stage 0 in fp32 (``_take_model_step``)."""
     return engine.optimizer is engine.basic_optimizer
+
+
+def clip_by(engine: Any, clip: Callable[[], None]) -> None:
+    """Has such an engine call ``clip`` before each step, in place of its own clipping, which returns no norm."""
+    engine.clip_fp32_gradients = clip
 
 
 def has_backward_hooks(engine: Any) -> bool:

@@ -63,11 +63,7 @@ def listed(problems: list[str], path: str | None) -> str:
 
 def _complete(taken: Mapping[str, Any], stage: int, run: RunSettings) -> dict[str, Any]:
     passed = {name: taken[name] for name in _PASSED_ON if name in taken}
-    logs = "steps_per_print" in passed
-    breakdown = taken.get("wall_clock_breakdown", False)
-    if breakdown and not logs:
-        passed["steps_per_print"] = 10  # a pipeline's timers divide by it; 10 is what DeepSpeed documents
-    if not (logs or breakdown):
+    if "steps_per_print" not in passed:
         # DeepSpeed's throughput timer would wait for the device in every step, and log nothing.
         passed.setdefault("timers", {"throughput": {"enabled": False}})
     result = {
@@ -82,7 +78,7 @@ def _complete(taken: Mapping[str, Any], stage: int, run: RunSettings) -> dict[st
         "fp16": {"enabled": False},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
-        "wall_clock_breakdown": breakdown,
+        "wall_clock_breakdown": taken.get("wall_clock_breakdown", False),
         **_without_auto(passed),
     }
     if run.stages > 1:  # a plan recomputes, not the pipeline

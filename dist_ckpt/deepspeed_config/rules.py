@@ -91,6 +91,15 @@ def _overlap_fits_pipeline(data: Mapping[str, Any], run: RunSettings) -> Iterato
         yield f"{_ZERO}.overlap_comm=true: DeepSpeed switches it off in a pipeline; remove it"
 
 
+def _timers_fit_pipeline(data: Mapping[str, Any], run: RunSettings) -> Iterator[str]:
+    """PipelineEngine._exec_backward_pass and DeepSpeedEngine._backward_prologue both start them in 0.19.8."""
+    if run.stages > 1 and data.get("wall_clock_breakdown") is True:
+        yield (
+            "wall_clock_breakdown=true: DeepSpeed's pipeline starts its timers of a backward twice, and stops there; "
+            "remove it"
+        )
+
+
 def _dtypes_fit_precision(data: Mapping[str, Any], run: RunSettings) -> Iterator[str]:
     where = f"under train.precision={run.precision}"
     param = at(data, "data_types.param_dtype")
@@ -142,6 +151,7 @@ RULES: tuple[Rule, ...] = (
     _hpz_divides_ranks,
     _offload_overrules,
     _overlap_fits_pipeline,
+    _timers_fit_pipeline,
     _dtypes_fit_precision,
     _pipeline_exists,
     recompute_is_asked_once,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,17 @@ from torch.optim import Optimizer
 from dist_ckpt.batch import Batch, count_targets
 from dist_ckpt.engines.base import Engine, StepResult, TrainingOptions, blocks_if_any, refuse_other_meshes
 from dist_ckpt.engines.gradients import LostGradients
-from dist_ckpt.engines.optim import build_optimizer, learning_rate
+from dist_ckpt.engines.optim import learning_rate
 from dist_ckpt.errors import DataError, EngineError
 from dist_ckpt.memory.ledger import Owner, owners_of
 from dist_ckpt.memory.meter import MemoryMeter
-from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
-from dist_ckpt.states.modules import ModuleSource
-from dist_ckpt.states.source import StateSource
 from dist_ckpt.wrap.apply import apply_plan
 from dist_ckpt.wrap.module import why_uncompiled
 
 
 class DataParallelEngine(Engine):
     """Engines in which every rank runs the whole model on its own rows."""
-
-    default_accum_sync: ClassVar[Literal["every", "boundary"]]
-    accumulates_unsharded: ClassVar[bool] = False
-    """Whether gradients that wait for the boundary are whole on each rank, though parameters are sharded."""
 
     def __init__(
         self,
@@ -43,24 +36,19 @@ class DataParallelEngine(Engine):
     ) -> None:
         super().__init__(options, device, loss_sum, initialize)
         self.optimizer: Optimizer
-        self._trained_numel = 0
         self._lost_gradients: LostGradients | None = None
 
     @abstractmethod
-    def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
-        """The sharded model on the device, its parameters initialised if it came without memory."""
+    def _build(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        """Shards the model, on the device and initialised if it came without memory; sets ``model``, ``optimizer``."""
 
     @abstractmethod
-    def reduction(self, reduce: bool) -> AbstractContextManager[Any]:
-        """The context of one micro-batch whose backward does or does not reduce gradients over ranks."""
+    def _update(self, loss: float) -> float:
+        """Clips, steps and drops the gradients; returns the norm before.
 
-    @abstractmethod
-    def clip_gradients(self, max_norm: float) -> float:
-        """Clips to a global norm and returns the norm before."""
-
-    def accumulation_cost_bytes(self) -> int:
-        waits = self.options.accum_sync == "boundary" and self.accumulates_unsharded
-        return 4 * self._trained_numel if waits else 0
+        Args:
+            loss: the update's mean, which must be finite for the weights to change.
+        """
 
     def refuses(self, plan: Plan) -> list[str]:
         return super().refuses(plan) + ([f"{self.name} has no pipeline stages"] if plan.stages else [])
@@ -79,7 +67,6 @@ class DataParallelEngine(Engine):
         apply_plan(model, plan)
         if self.options.compile:
             compile_blocks(model, blocks)
-        self._trained_numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._build(model, blocks)
         self.model.train()
         self.meter = MemoryMeter(self.model, owners=self.owners)
@@ -87,11 +74,10 @@ class DataParallelEngine(Engine):
     def train_step(self, micro_batches: Sequence[Batch], measure: bool = False) -> StepResult:
         world = dist.get_world_size()
         tokens = self._count_tokens(micro_batches)
-        every = (self.options.accum_sync or self.default_accum_sync) == "every"
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
-            with self.reduction(every or is_last):
+            with self._micro_batch(is_last):
                 with self._autocast():
                     loss = self._loss_sum(self.model, {k: v.to(self.device) for k, v in batch.items()})
                 self.meter.after_forward(loss)
@@ -133,14 +119,6 @@ class DataParallelEngine(Engine):
     def owners(self) -> Iterator[Owner]:
         return owners_of(self.model, self.optimizer)
 
-    def training_state(self) -> StateSource:
-        return ModuleSource(self.model, self.optimizer)
-
-    def _build(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        """Sets ``model`` and ``optimizer``."""
-        self.model = self.shard(model, blocks)
-        self.optimizer = build_optimizer(named_parameters(self.model), self.options.optimizer)
-
     def _count_tokens(self, micro_batches: Sequence[Batch]) -> int:
         """Tokens of the whole update that have a target.
 
@@ -152,24 +130,16 @@ class DataParallelEngine(Engine):
             raise DataError(f"step {self.step + 1}: no token of the whole update has a target")
         return tokens
 
+    def _micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """The context of one micro-batch, of whose backward it is known whether it is the update's last."""
+        return nullcontext()
+
     def _backward(self, loss: Tensor, is_last: bool) -> None:
         """The backward of one micro-batch, whose loss is weighted already."""
         loss.backward()
 
     def _refuse_lost_gradients(self, check: LostGradients, micro_batches: Sequence[Batch]) -> None:
         check.refuse(self.model, micro_batches, self.device)
-
-    def _update(self, loss: float) -> float:
-        """Clips, steps and drops the gradients; returns the norm before.
-
-        Args:
-            loss: the update's mean, which must be finite for the weights to change.
-        """
-        norm = self.clip_gradients(self.options.clip if self.options.clip is not None else float("inf"))
-        self._refuse_non_finite(loss, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """For engines that keep fp32 weights in the model; the others cast what they gather."""

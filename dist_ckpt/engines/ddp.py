@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_ckpt.engines.base import materialize
-from dist_ckpt.engines.data_parallel import DataParallelEngine
+from dist_ckpt.engines.torch_engine import TorchEngine
 
 _SYNC_BUFFERS = next(  # renamed in torch 2.13
     name
@@ -21,7 +21,7 @@ _SYNC_BUFFERS = next(  # renamed in torch 2.13
 )
 
 
-class DDPEngine(DataParallelEngine):
+class DDPEngine(TorchEngine):
     """Every rank holds the whole model; gradients are reduced once an update."""
 
     name = "ddp"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +12,12 @@ from torch import Tensor, nn
 from dist_ckpt.batch import Batch
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.compat import zero
-from dist_ckpt.engines.base import materialize
+from dist_ckpt.engines.base import TrainingOptions, materialize
 from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.engines.gradients import LostGradients
 from dist_ckpt.engines.optim import build_optimizer
 from dist_ckpt.engines.reached import Reached
+from dist_ckpt.engines.told import ToldEngine
 from dist_ckpt.errors import EngineError
 from dist_ckpt.guards.accumulation import guard_accumulation
 from dist_ckpt.names import named_parameters
@@ -27,48 +26,30 @@ from dist_ckpt.states.deepspeed import DeepSpeedSource
 from dist_ckpt.states.source import StateSource
 
 
-class DeepSpeedEngine(DataParallelEngine):
+class DeepSpeedEngine(ToldEngine, DataParallelEngine):
     """ZeRO stages 0 to 3. The optimizer is ours, so that an update means the same as under other engines."""
 
     name = "deepspeed"
-    default_accum_sync = "boundary"
     model: Any
     """DeepSpeed's own engine."""
 
+    def __init__(
+        self,
+        options: TrainingOptions,
+        device: torch.device,
+        loss_sum: Callable[[nn.Module, Batch], Tensor],
+        initialize: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        super().__init__(options, device, loss_sum, initialize)
+        self._reached: Reached | None = None
+        self._norm: float | None = None
+        """Of the last update, where DeepSpeed has none to show."""
+
     def refuses(self, plan: Plan) -> list[str]:
-        config, options = self.options.deepspeed, self.options
-        problems = super().refuses(plan)
-        if options.accum_sync is not None:
-            problems.append(
-                f"train.accum_sync={options.accum_sync} is an option of ddp, fsdp1 and fsdp2: when gradients are "
-                "reduced follows from the ZeRO stage"
-            )
-        if config is None:
-            return [*problems, "engine=deepspeed needs a configuration: engine.config"]
-        if options.compile and config.stage == 3:
+        config, problems = self.options.deepspeed, super().refuses(plan)
+        if config is not None and config.stage == 3 and self.options.compile:
             problems.append("train.compile: ZeRO-3 gathers parameters in hooks that compiled code does not run")
         return problems
-
-    def shard(self, model: nn.Module, blocks: Sequence[str]) -> nn.Module:
-        config = self._config
-        compat.start(self.device)
-        # ZeRO-3 takes parameters from the host one by one.
-        materialize(model, torch.device("cpu") if config.stage == 3 else self.device, self._initialize)
-        self._reached = Reached(model) if self._lost_gradients is not None else None
-        self.optimizer = build_optimizer(named_parameters(model), self.options.optimizer)
-        engine = compat.build(model, self.optimizer, config.data, self.device)
-        guard_accumulation(engine)
-        self._norm: float | None = None
-        if zero.keeps_no_norm(engine):
-            engine.clip_fp32_gradients = functools.partial(self._clip_whole_gradients, engine)
-        return engine
-
-    def reduction(self, reduce: bool) -> AbstractContextManager[Any]:
-        """DeepSpeed's own: it counts micro-batches."""
-        return nullcontext()
-
-    def clip_gradients(self, max_norm: float) -> float:
-        raise AssertionError("DeepSpeed clips in its step")
 
     def training_state(self) -> StateSource:
         return DeepSpeedSource(self.model)
@@ -76,13 +57,17 @@ class DeepSpeedEngine(DataParallelEngine):
     def close(self) -> None:
         compat.close(self.model)
 
-    @property
-    def _config(self) -> Any:
-        assert self.options.deepspeed is not None, "refused before"
-        return self.options.deepspeed
-
     def _build(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        self.model = self.shard(model, blocks)
+        config = self._config
+        compat.start(self.device)
+        # ZeRO-3 takes parameters from the host one by one.
+        materialize(model, torch.device("cpu") if config.stage == 3 else self.device, self._initialize)
+        self._reached = Reached(model) if self._lost_gradients is not None else None
+        self.optimizer = build_optimizer(named_parameters(model), self.options.optimizer)
+        self.model = compat.build(model, self.optimizer, config.data, self.device)
+        guard_accumulation(self.model)
+        if zero.keeps_no_norm(self.model):
+            zero.clip_by(self.model, self._clip_whole_gradients)
 
     def _count_tokens(self, micro_batches: Sequence[Batch]) -> int:
         """As elsewhere.
@@ -121,8 +106,7 @@ class DeepSpeedEngine(DataParallelEngine):
             self._refuse_non_finite(loss, float("inf"))
         return norm
 
-    def _clip_whole_gradients(self, engine: Any) -> None:
-        """What DeepSpeed calls before the step where no optimizer of its own does it and keeps the norm."""
-        norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+    def _clip_whole_gradients(self) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), self.model.gradient_clipping())
         self._norm = float(norm)
         self._refuse_non_finite(0.0, self._norm)

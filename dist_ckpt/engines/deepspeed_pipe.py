@@ -17,9 +17,7 @@ from torch.optim import Optimizer
 from dist_ckpt.batch import Batch
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.compat import deepspeed_pipe as pipe
-from dist_ckpt.deepspeed_config import DeepSpeedConfig
 from dist_ckpt.engines.base import (
-    Engine,
     NonFiniteError,
     StepResult,
     TrainingOptions,
@@ -33,6 +31,7 @@ from dist_ckpt.engines.gradients import LostGradients
 from dist_ckpt.engines.optim import build_optimizer, learning_rate
 from dist_ckpt.engines.reached import Reached
 from dist_ckpt.engines.stage import keep_stage, refuse_untrained, shared_parameters
+from dist_ckpt.engines.told import ToldEngine
 from dist_ckpt.errors import DataError, EngineError
 from dist_ckpt.memory.ledger import Owner, owners_of
 from dist_ckpt.memory.meter import MemoryMeter
@@ -45,7 +44,7 @@ from dist_ckpt.states.source import StateSource
 from dist_ckpt.wrap.apply import apply_plan
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(ToldEngine):
     """Every rank holds one stage; rank = stage · data ranks + data rank."""
 
     name = "deepspeed_pipe"
@@ -79,21 +78,10 @@ class PipelineEngine(Engine):
     def data_ranks(self) -> int:
         return dist.get_world_size() // self.stages
 
-    @property
-    def _config(self) -> DeepSpeedConfig:
-        assert self.options.deepspeed is not None, "refused without"
-        return self.options.deepspeed
-
     def refuses(self, plan: Plan) -> list[str]:
         problems = super().refuses(plan)
         if not plan.stages:
             problems.append("deepspeed_pipe runs a model that is cut into stages, and the plan has none: engine.stages")
-        if self.options.deepspeed is None:
-            problems.append("deepspeed_pipe needs the options of DeepSpeed: engine.config")
-        else:
-            problems += _refused_options(self.options.deepspeed)
-        if self.options.accum_sync == "every":
-            problems.append("train.accum_sync=every: a pipeline reduces gradients once an update, at the boundary")
         return problems
 
     def prepare(self, model: nn.Module, plan: Plan) -> None:
@@ -311,17 +299,6 @@ class _Update:
     """Sum over the tokens of this pipeline, on its last stage."""
     loss: float = math.nan
     norm: float = math.nan
-
-
-def _refused_options(config: DeepSpeedConfig) -> Iterator[str]:
-    if config.stage > 1:
-        yield (
-            f"zero_optimization.stage={config.stage}: a pipeline takes 0 or 1. From stage 2 on gradients are "
-            "partitioned after each backward, and in a pipeline those of several micro-batches are under way"
-        )
-    if config.data.get("wall_clock_breakdown"):
-        # PipelineEngine._exec_backward_pass and DeepSpeedEngine._backward_prologue both start them in 0.19.8
-        yield "wall_clock_breakdown=true: DeepSpeed's pipeline starts its timers of a backward twice, and stops there"
 
 
 def _pairs(micro_batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor]]:

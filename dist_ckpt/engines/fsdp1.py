@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from dist_ckpt.engines.base import materialize
-from dist_ckpt.engines.data_parallel import DataParallelEngine
+from dist_ckpt.engines.torch_engine import TorchEngine
 from dist_ckpt.plan import Plan
 
 
-class FSDP1Engine(DataParallelEngine):
+class FSDP1Engine(TorchEngine):
     """Each rank needs memory for the whole model once, at the start; a model too large for that wants ``fsdp2``."""
 
     name = "fsdp1"

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.engines.base import materialize
-from dist_ckpt.engines.data_parallel import DataParallelEngine
+from dist_ckpt.engines.torch_engine import TorchEngine
 from dist_ckpt.errors import EngineError
 from dist_ckpt.names import named_parameters
 
 
-class FSDP2Engine(DataParallelEngine):
+class FSDP2Engine(TorchEngine):
     """Every rank holds its rows of each parameter; a model on meta never exists whole."""
 
     name = "fsdp2"

@@ -330,7 +330,7 @@ def test_what_means_nothing_under_zero_is_refused() -> None:
         return "; ".join(engine.refuses(Plan()))
 
     assert refused(deepspeed=config) == ""
-    assert "needs a configuration: engine.config" in refused()
+    assert "deepspeed needs TrainingOptions.deepspeed, which" in refused()
     assert "train.accum_sync=every is an option of ddp" in refused(deepspeed=config, accum_sync="every")
     assert "ZeRO-3 gathers" in refused(deepspeed=config, compile=True, allow_untested=True)
     assert "engine.replicas=2" in refused(deepspeed=config, replicas=2)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from dist_ckpt.engines import ENGINES, TrainingOptions
-from dist_ckpt.engines.data_parallel import DataParallelEngine
+from dist_ckpt.engines.torch_engine import TorchEngine
 from dist_ckpt.errors import EngineError, PlanError
 from dist_ckpt.names import named_parameters, unwrapped_name
 from dist_ckpt.plan import Plan
@@ -29,7 +29,7 @@ TOLERANCE = 1e-6
 """Relative, per tensor: fp32 sums in another order."""
 
 
-def whole(engine: DataParallelEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def whole(engine: TorchEngine) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Unsharded weights and gradients, on every rank."""
     model = engine.model
     if isinstance(model, FullyShardedDataParallel):

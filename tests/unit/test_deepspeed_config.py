@@ -61,11 +61,14 @@ def test_a_pipeline_never_recomputes_by_itself() -> None:
     assert "pipeline" not in resolve({}, RUN).data
 
 
-def test_timers_of_a_pipeline_have_an_interval() -> None:
-    assert resolve({"wall_clock_breakdown": True}, PIPE).data["steps_per_print"] == 10
-    data = resolve({"wall_clock_breakdown": True, "steps_per_print": 3}, PIPE).data
+def test_the_throughput_timer_runs_where_it_logs() -> None:
+    silent = {"throughput": {"enabled": False}}
+    data = resolve({"wall_clock_breakdown": True}, RUN).data
+    assert (data["wall_clock_breakdown"], data["timers"]) == (True, silent)
+    data = resolve({"wall_clock_breakdown": True, "steps_per_print": 3}, RUN).data
     assert data["steps_per_print"] == 3
     assert "timers" not in data
+    assert resolve({"wall_clock_breakdown": False}, PIPE).data["timers"] == silent
 
 
 def test_properties_tell_engines_what_they_need() -> None:

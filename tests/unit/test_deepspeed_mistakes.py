@@ -119,6 +119,7 @@ MISTAKES: list[tuple[dict[str, Any], tuple[str, ...]] | tuple[dict[str, Any], tu
     (zero(2), ("zero_optimization.stage=2", "pipeline", "write 0 or 1"), PIPE),
     (zero(3), ("zero_optimization.stage=3", "stages 0 and 1"), PIPE),
     (zero(1, overlap_comm=True), ("overlap_comm=true", "switches it off in a pipeline"), PIPE),
+    ({"wall_clock_breakdown": True}, ("wall_clock_breakdown=true", "twice, and stops there; remove it"), PIPE),
     (zero(3, zero_hpz_partition_size=3), ("zero_hpz_partition_size=3", "divide the 2", "valid: 1, 2")),
     (
         zero(3, zero_hpz_partition_size=2, offload_param={"device": "cpu"}),
