@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,7 +88,7 @@ def initialized(
         "bf16": {"enabled": bf16},
         **data,
     }
-    return compat.build(model, two_groups(model, optimizer), config, torch.device("cpu"))
+    return compat.build(model, two_groups(model, optimizer), copy.deepcopy(config), torch.device("cpu"))
 
 
 def two_groups(model: nn.Module, kind: str = "AdamW") -> Optimizer:

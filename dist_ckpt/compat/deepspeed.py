@@ -7,13 +7,12 @@ DeepSpeed.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -128,26 +127,28 @@ def _set_accelerator(device: torch.device) -> None:
     set_accelerator(CPU_Accelerator())
 
 
-def build(model: nn.Module, optimizer: Optimizer, config: Mapping[str, Any], device: torch.device) -> Any:
+def build(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], device: torch.device) -> Any:
     """``deepspeed.initialize`` for a model with memory of its own; :func:`start` comes before it.
 
     Under ZeRO-3 the model may lie in host memory: parameters move to the device one by one, each to be partitioned
     there before the next (``initialize`` would first move the whole model, runtime/engine.py,
     _configure_distributed_model).
+
+    Args:
+        config: complete. It belongs to DeepSpeed from now on, which changes it.
     """
     deepspeed = load()
-    data = copy.deepcopy(dict(config))
-    if data.get("zero_optimization", {}).get("stage") == 3:
-        if data.get("bf16", {}).get("enabled"):
+    if config.get("zero_optimization", {}).get("stage") == 3:
+        if config.get("bf16", {}).get("enabled"):
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
-        deepspeed.zero.Init(module=model, config_dict_or_path=data)
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
     with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints how much memory there is
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=data)[0]
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     undo_first_step(engine)
     return engine
 

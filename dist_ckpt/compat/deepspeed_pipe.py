@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol
@@ -40,6 +39,8 @@ class SharedWeight:
 class StageModule(PipelineModule):
     """DeepSpeed's pipeline module with the layers of one stage, which are functions over one model.
 
+    :func:`~dist_ckpt.compat.deepspeed.start` comes before it.
+
     Args:
         model: this stage's part of the whole model.
         layers: for each stage what it runs, one after the other: (input) → output.
@@ -62,7 +63,7 @@ class StageModule(PipelineModule):
         # activation_checkpoint_interval stays 0, whatever is recomputed: with one, DeepSpeed would choose by class
         # names (pipe/module.py, _is_checkpointable) and from a cache of the interval before
         # (_precompute_checkpointable_values; deepspeedai/DeepSpeed#6881, #4274), and skip layers without a word.
-        with _silence(), _local_rank():
+        with contextlib.redirect_stdout(io.StringIO()):  # how a model is cut (pipe/module.py)
             super().__init__(
                 layers=[function for functions in layers for function in functions],
                 num_stages=len(layers),
@@ -136,17 +137,16 @@ class Watcher(Protocol):
 
 
 def build(
-    model: StageModule, optimizer: Optimizer, config: Mapping[str, Any], device: torch.device, watcher: Watcher
+    model: StageModule, optimizer: Optimizer, config: dict[str, Any], device: torch.device, watcher: Watcher
 ) -> PipelineEngine:
     """DeepSpeed's engine for a stage.
 
     Args:
         optimizer: of the stage's parameters.
-        config: complete, as ``deepspeed.initialize`` takes it.
+        config: complete, as ``deepspeed.initialize`` takes it, and changes it.
         watcher: of all updates.
     """
-    with _silence():
-        engine: PipelineEngine = compat.build(model, optimizer, config, device)
+    engine: PipelineEngine = compat.build(model, optimizer, config, device)
     assert engine.module.activation_checkpoint_interval == 0
     _watch(engine, watcher)
     _norm_over_stages(engine.optimizer, engine.grid.get_pipe_parallel_group())
@@ -276,22 +276,3 @@ def _norm_over_stages(optimizer: Any, stages: Any) -> None:
         return square.sqrt()
 
     optimizer.scaled_global_norm = MethodType(scaled_global_norm, optimizer)
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """DeepSpeed prints how it cuts a model (pipe/module.py) and what memory is in use (runtime/utils.py)."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
-@contextlib.contextmanager
-def _local_rank() -> Iterator[None]:
-    """PipelineModule reads LOCAL_RANK, which only launchers set."""
-    given = os.environ.get("LOCAL_RANK")
-    os.environ.setdefault("LOCAL_RANK", "0")
-    try:
-        yield
-    finally:
-        if given is None:
-            del os.environ["LOCAL_RANK"]

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from dist_ckpt.deepspeed_config.activations import policy_of
 from dist_ckpt.deepspeed_config.reading import read_config
-from dist_ckpt.deepspeed_config.resolve import resolve
-from dist_ckpt.deepspeed_config.resolved import DeepSpeedConfig
+from dist_ckpt.deepspeed_config.resolve import DeepSpeedConfig, resolve
 from dist_ckpt.deepspeed_config.run import RunSettings
 
 __all__ = ["DeepSpeedConfig", "RunSettings", "policy_of", "read_config", "resolve"]

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dist_ckpt.deepspeed_config.run import RunSettings
-from dist_ckpt.deepspeed_config.walk import at, shown
+from dist_ckpt.deepspeed_config.schema import SCHEMA
+from dist_ckpt.deepspeed_config.walk import Walk, at, listed, shown
 from dist_ckpt.errors import ConfigError
 
 _SECTION = "activation_checkpointing"
@@ -22,6 +23,10 @@ _COMMON = ("blocks", "exclude", "min_bytes", "inputs", "preserve_rng_state", "de
 
 def recompute_is_asked_once(data: Mapping[str, Any], run: RunSettings) -> Iterator[str]:
     """The rule about what is asked to be recomputed: one thing."""
+    yield from _asked_twice(data)
+
+
+def _asked_twice(data: Mapping[str, Any]) -> Iterator[str]:
     number, interval = _asked(data)[0], at(data, _INTERVAL)
     if number and interval:
         yield (
@@ -40,14 +45,20 @@ def policy_of(
     an ``inner`` policy such an interval becomes the outer level of mode ``nested``.
 
     Args:
-        data: a file that :func:`~dist_ckpt.deepspeed_config.resolve` has taken.
+        data: as :func:`~dist_ckpt.deepspeed_config.read_config` gives it. Only the two sections that are about this are
+            read and checked, as :func:`~dist_ckpt.deepspeed_config.resolve` checks them.
         num_blocks: of the whole model.
         inner: the run's own policy, as ``Policy.to_dict`` writes it; None or mode ``none``: there is none.
         path: the file, for messages.
 
     Raises:
-        ConfigError: the run's policy and the file both say what to recompute, and cannot be nested.
+        ConfigError: the sections have mistakes; or the run's policy and the file both say what to recompute, and cannot
+            be nested.
     """
+    walk = Walk(SCHEMA, None)
+    data = walk.taken({name: data[name] for name in (_SECTION, "pipeline") if name in data})
+    if problems := [*walk.problems, *_asked_twice(data)]:
+        raise ConfigError(listed(problems, path))
     interval, (number, offloads) = at(data, _INTERVAL) or 0, _asked(data)
     if not (interval or number or offloads):
         return None
@@ -66,8 +77,7 @@ def policy_of(
 
 def _asked(data: Mapping[str, Any]) -> tuple[int | None, bool]:
     """How many regions, and whether their inputs are offloaded."""
-    section = data.get(_SECTION) or {}
-    return section.get("number_checkpoints"), section.get("cpu_checkpointing") is True
+    return at(data, f"{_SECTION}.number_checkpoints"), at(data, f"{_SECTION}.cpu_checkpointing") is True
 
 
 def _nested(k: int, own: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from dist_ckpt.deepspeed_config.resolved import DeepSpeedConfig
 from dist_ckpt.deepspeed_config.rules import REMARKS, RULES
 from dist_ckpt.deepspeed_config.run import RunSettings
 from dist_ckpt.deepspeed_config.schema import SCHEMA
-from dist_ckpt.deepspeed_config.walk import Walk, at, is_stage
+from dist_ckpt.deepspeed_config.walk import Walk, at, is_stage, listed
 from dist_ckpt.errors import ConfigError
 
 BUCKETS: Mapping[str, Callable[[int], int]] = {
@@ -29,6 +30,26 @@ _PASSED_ON = (
     "steps_per_print",
     "timers",
 )
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """What DeepSpeed is told; made by :func:`resolve`."""
+
+    data: Mapping[str, Any]
+    """Complete: no ``"auto"``, batch sizes, clipping (``inf`` where nothing is clipped) and precision explicit, no
+    optimizer (torch's AdamW is passed as the client's) and no activation checkpointing (a plan does it)."""
+    stage: int
+    """Of ZeRO."""
+    precision: Literal["fp32", "bf16"]
+    path: str | None = None
+    """The file; None for a configuration that was not read from one."""
+    notes: tuple[str, ...] = ()
+    """What the file asks for and the run does in another way, or without gain; to be said once."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """A copy of ``data`` for ``deepspeed.initialize``, which changes what it is given."""
+        return copy.deepcopy(dict(self.data))
 
 
 def resolve(data: Mapping[str, Any], run: RunSettings, path: str | None = None) -> DeepSpeedConfig:
@@ -51,14 +72,6 @@ def resolve(data: Mapping[str, Any], run: RunSettings, path: str | None = None) 
     assert stage is not None, "a configuration without problems has a stage"
     notes = walk.notes + [remark for rule in REMARKS for remark in rule(taken, run)]
     return DeepSpeedConfig(_complete(taken, stage, run), stage, run.precision, path, tuple(notes))
-
-
-def listed(problems: list[str], path: str | None) -> str:
-    """Problems as one message: a line for one, and a line more than there are for several."""
-    where = path or "DeepSpeed configuration"
-    if len(problems) == 1:
-        return f"{where}: {problems[0]}"
-    return "\n  ".join([f"{where}: {len(problems)} problems", *problems])
 
 
 def _complete(taken: Mapping[str, Any], stage: int, run: RunSettings) -> dict[str, Any]:

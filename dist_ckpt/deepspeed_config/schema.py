@@ -210,7 +210,9 @@ _ELSEWHERE = {
     "checkpoint": Key(ANYTHING, refused=_STATES),
     "datastates_ckpt": Key(ANYTHING, refused=_STATES),
     "aio": Key(ANYTHING, refused="is for offloading to NVMe, which is not supported here; remove the section"),
-    "dataloader_drop_last": Key(BOOL, refused="is about DeepSpeed's data loader; the run's own gives whole batches"),
+    "dataloader_drop_last": Key(
+        BOOL, refused="is about DeepSpeed's data loader; the run's own gives whole batches; remove it"
+    ),
     "data_efficiency": _off(
         "which tokens are trained on is up to data=…; remove the section", "seed", "data_sampling", "data_routing"
     ),

@@ -58,8 +58,7 @@ class Walk:
     def _refusal(self, key: Key, value: Any) -> str:
         """Why a value of the right type is refused where it asks for something; empty for one that is not."""
         if self.stage is not None and self.stage not in key.stages:
-            stages = " and ".join(map(str, key.stages))
-            return f"belongs to ZeRO stage {stages}, and at stage {self.stage} DeepSpeed ignores it; remove it"
+            return f"belongs to ZeRO {_stages(key.stages)}, and at stage {self.stage} DeepSpeed ignores it; remove it"
         return "" if key.auto and value == "auto" else key.refused
 
     def _hint(self, name: str, table: Mapping[str, Key], prefix: str) -> str:
@@ -69,6 +68,14 @@ class Walk:
         if homes and not difflib.get_close_matches(name, table, cutoff=0.9):
             return f"it belongs in {' or '.join(home.rstrip('.') or 'the object around all' for home in homes)}"
         return choices(name, [known for known, key in table.items() if key.offered])
+
+
+def listed(problems: list[str], path: str | None) -> str:
+    """Problems as one message: a line for one, and a line more than there are for several."""
+    where = path or "DeepSpeed configuration"
+    if len(problems) == 1:
+        return f"{where}: {problems[0]}"
+    return "\n  ".join([f"{where}: {len(problems)} problems", *problems])
 
 
 def is_stage(value: Any) -> bool:
@@ -110,6 +117,15 @@ def _type_problem(key: Key, value: Any) -> str:
     if value == "auto":
         return f'"auto" means nothing here; must be {key.kind.described}'
     return f"must be {key.kind.described}{_but(value)}"
+
+
+def _stages(numbers: tuple[int, ...]) -> str:
+    """
+    >>> _stages((3,)), _stages((1, 2)), _stages((1, 2, 3))
+    ('stage 3', 'stages 1 and 2', 'stages 1, 2 and 3')
+    """
+    *others, last = map(str, numbers)
+    return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
 
 
 def _but(value: Any) -> str:

@@ -64,7 +64,7 @@ class DeepSpeedEngine(ToldEngine, DataParallelEngine):
         materialize(model, torch.device("cpu") if config.stage == 3 else self.device, self._initialize)
         self._reached = Reached(model) if self._lost_gradients is not None else None
         self.optimizer = build_optimizer(named_parameters(model), self.options.optimizer)
-        self.model = compat.build(model, self.optimizer, config.data, self.device)
+        self.model = compat.build(model, self.optimizer, config.as_dict(), self.device)
         guard_accumulation(self.model)
         if zero.keeps_no_norm(self.model):
             zero.clip_by(self.model, self._clip_whole_gradients)

@@ -231,7 +231,7 @@ class PipelineEngine(ToldEngine):
 
     def _options_of_deepspeed(self) -> dict[str, Any]:
         own = {"gradient_clipping": 0.0} if self._clips_itself else {}
-        return {**self._config.data, **own}
+        return {**self._config.as_dict(), **own}
 
     def _clip(self) -> float:
         """Clips to the norm over all stages; a weight that stages share counts once."""

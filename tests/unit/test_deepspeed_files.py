@@ -195,6 +195,26 @@ def test_two_answers_to_one_question(data: dict[str, Any], own: Any, words: str)
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"activation_checkpointing": {"number_checkpoints": "2"}}, "a whole number of at least 1, not a string"),
+        ({"activation_checkpointing": {"number_checkpoint": 2}}, "did you mean 'number_checkpoints'?"),
+        ({"activation_checkpointing": {"cpu_checkpointing": "true"}}, "must be true or false"),
+        ({"activation_checkpointing": {}}, "asks for nothing"),
+        ({"activation_checkpointing": 2}, "must be an object"),
+        ({"pipeline": {"activation_checkpoint_interval": -1}}, "activation_checkpoint_interval=-1"),
+        ({"pipeline": {"interval": 1}}, "pipeline.interval: no such key"),
+        (asked(number=2, interval=2), "both say how many blocks"),
+    ],
+)
+def test_a_raw_file_has_its_mistakes_told(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^mine\.json: ") as caught:
+        policy_of(data | {"train_batch_sise": 1}, 8, path="mine.json")
+    assert words in str(caught.value)
+    assert "sise" not in str(caught.value), "other sections are for resolve"
+
+
 # --- every key that DeepSpeed knows -----------------------------------------------------------------------------------
 
 # Run in a process of its own: DeepSpeed takes seconds to import and talks. Sections that are no pydantic models are
