@@ -56,6 +56,9 @@ MODULE_ATTRIBUTES = (
 """What ZeRO-3 keeps at each module (runtime/zero/parameter_offload.py)."""
 
 
+_Method = Callable[..., Any]
+
+
 @functools.cache
 def _engine_classes(kind: type[Any]) -> frozenset[str]:
     return frozenset(c.__name__ for c in kind.__mro__ if c.__module__.startswith("deepspeed."))
@@ -201,6 +204,20 @@ def has_backward_hooks(engine: Any) -> bool:
     return all(hasattr(engine, name) for name in names)
 
 
+def wrap_backward(engine: Any, begins: Callable[[_Method], _Method], ends: Callable[[_Method], _Method]) -> None:
+    """Puts wrappers around what an engine does when a backward begins and when it has ended.
+
+    Also where it is the loss that is told to go backward, of which the engine hears by hooks.
+    """
+    engine._backward_prologue = begins(engine._backward_prologue)
+    engine._backward_epilogue = ends(engine._backward_epilogue)
+
+
+def is_in_no_sync(engine: Any) -> bool:
+    """Whether the caller is within ``no_sync()``."""
+    return bool(engine.inside_no_sync_ctxt)
+
+
 def counts_micro_batches(engine: Any) -> bool:
     """Whether boundaries follow a count or what the caller sets; if not, each ``step()`` is one."""
     return bool(engine.managed_gradient_accumulation())
@@ -216,4 +233,4 @@ def defers_reduction(engine: Any) -> bool:
     if getattr(engine.optimizer, "_coalesce_grad_reduction", False):
         return True
     # In no_sync(), the hooks of ZeRO-1 reduce nonetheless.
-    return bool(engine.inside_no_sync_ctxt) and stage_of(engine) == 0
+    return is_in_no_sync(engine) and stage_of(engine) == 0

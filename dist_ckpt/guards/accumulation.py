@@ -48,8 +48,7 @@ def guard_accumulation(engine: Any) -> None:
         raise EngineError("guard_accumulation: this engine is guarded already")
     engine.__dict__[_GUARD] = guard = _Guard(engine)
     engine.backward = guard.checked(engine.backward)
-    engine._backward_prologue = guard.checked(engine._backward_prologue)
-    engine._backward_epilogue = guard.counted(engine._backward_epilogue)
+    zero.wrap_backward(engine, begins=guard.checked, ends=guard.counted)
     engine.coalesce_grad_reduction = guard.flushed(engine.coalesce_grad_reduction)
     engine.step = guard.stepped(engine.step)
 
@@ -86,7 +85,7 @@ class _Guard:
         @functools.wraps(ended)
         def run(*args: Any, **kwargs: Any) -> Any:
             result = ended(*args, **kwargs)
-            if self._engine.inside_no_sync_ctxt:
+            if zero.is_in_no_sync(self._engine):
                 self._unsynced += 1
             else:
                 self._since_step += 1
@@ -134,7 +133,7 @@ class _Guard:
                 "before it would be lost. Call engine.step() after each engine.backward(), and set "
                 '"gradient_accumulation_steps" to the number of micro-batches of an update'
             )
-        if self._since_step and not zero.boundary_is_set(engine) and not engine.inside_no_sync_ctxt:
+        if self._since_step and not zero.boundary_is_set(engine) and not zero.is_in_no_sync(engine):
             raise EngineError(
                 "two backwards without engine.step() in between: DeepSpeed counts micro-batches in step(), so this "
                 "update would never be complete. Call engine.step() after each engine.backward(), or say where updates "
