@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,25 +115,18 @@ class StageModule(PipelineModule):
         return found
 
 
-class Watcher(Protocol):
-    """Is told what a pipeline engine does, between its instructions."""
+@dataclass(frozen=True)
+class Watcher:
+    """What is called between the instructions of a pipeline engine."""
 
-    @property
-    def weight(self) -> float:
-        """Factor of every micro-batch's loss for its backward; gradients are averaged over data ranks besides."""
-        ...
-
-    def forward_ended(self, roots: Sequence[Tensor]) -> None:
-        """After the forward of a micro-batch; ``roots`` are what the backward of every one in flight starts from."""
-        ...
-
-    def backward_ended(self) -> None:
-        """After the backward of a micro-batch."""
-        ...
-
-    def boundary(self) -> None:
-        """When all gradients are reduced; what it raises keeps the weights as they are."""
-        ...
+    weight: Callable[[], float]
+    """() → factor of a micro-batch's loss for its backward; gradients are averaged over data ranks besides."""
+    forward_ended: Callable[[Sequence[Tensor]], None]
+    """After the forward of a micro-batch, with what the backward of every one in flight starts from."""
+    backward_ended: Callable[[], None]
+    """After the backward of a micro-batch."""
+    boundary: Callable[[], None]
+    """When all gradients are reduced; what it raises keeps the weights as they are."""
 
 
 def build(
@@ -233,7 +226,7 @@ def _watch(engine: PipelineEngine, watcher: Watcher) -> None:
         if self.is_last_stage():
             # What PipelineEngine does, but for the division by the number of micro-batches, which would only have to be
             # undone. And it frees what only stages before the last one free.
-            DeepSpeedEngine.backward(self, self.loss * watcher.weight, scale_wrt_gas=False)
+            DeepSpeedEngine.backward(self, self.loss * watcher.weight(), scale_wrt_gas=False)
             self.loss = self.loss.detach()
             self.pipe_buffers["outputs"][buffer_id] = self.pipe_buffers["labels"][buffer_id] = None
             self.fwd_outputs.clear()

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from dist_ckpt.batch import Batch
 from dist_ckpt.blocks import find_blocks
-from dist_ckpt.engines.optim import OptimizerOptions
+from dist_ckpt.engines.optim import OptimizerOptions, learning_rate
 from dist_ckpt.engines.support import engine_row, unsupported
-from dist_ckpt.errors import EngineError, PlanError
+from dist_ckpt.errors import DataError, EngineError, PlanError
 from dist_ckpt.memory.ledger import Owner
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.memory.records import RankMemory
@@ -76,8 +77,12 @@ class TrainingOptions:
 class StepObserver(Protocol):
     """Looks on while an engine performs an update."""
 
-    def forward_ended(self, loss: Tensor) -> None:
-        """Between the forward and the backward of a micro-batch."""
+    def forward_ended(self, root: Tensor) -> None:
+        """Between the forward and the backward of a micro-batch.
+
+        Args:
+            root: what backward starts from: the loss, or what a pipeline stage hands on.
+        """
         ...
 
     def backward_ended(self) -> None:
@@ -198,6 +203,18 @@ class Engine(ABC):
         """Stops every rank before the weights change; both numbers are the same on all."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {norm}")
+
+    def _refuse_no_targets(self, tokens: int) -> None:
+        """The loss is divided by ``tokens``, those of the whole update that have a target."""
+        if tokens == 0:
+            raise DataError(f"step {self.step + 1}: no token of the whole update has a target")
+
+    def _set_learning_rate(self, optimizer: Optimizer) -> float:
+        """That of this update, which is returned."""
+        rate = learning_rate(self.step, self.options.optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return rate
 
     def _sum_over_ranks(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from dist_ckpt.batch import Batch, count_targets
 from dist_ckpt.engines.base import Engine, StepResult, TrainingOptions, blocks_if_any, refuse_other_meshes
 from dist_ckpt.engines.gradients import LostGradients
-from dist_ckpt.engines.optim import learning_rate
-from dist_ckpt.errors import DataError, EngineError
+from dist_ckpt.errors import EngineError
 from dist_ckpt.memory.ledger import Owner, owners_of
 from dist_ckpt.memory.meter import MemoryMeter
 from dist_ckpt.plan import Plan
@@ -98,9 +97,7 @@ class DataParallelEngine(Engine):
             self._refuse_lost_gradients(self._lost_gradients, micro_batches)
             self._lost_gradients = None
         mean = self._sum_over_ranks(float(total)) / tokens
-        rate = learning_rate(self.step, self.options.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate = self._set_learning_rate(self.optimizer)
         norm = self._update(mean)
         self.step += 1
         return StepResult(mean, norm, tokens, rate)
@@ -126,8 +123,7 @@ class DataParallelEngine(Engine):
         the tokens of short ones more weight.
         """
         tokens = int(self._sum_over_ranks(sum(count_targets(b) for b in micro_batches)))
-        if tokens == 0:
-            raise DataError(f"step {self.step + 1}: no token of the whole update has a target")
+        self._refuse_no_targets(tokens)
         return tokens
 
     def _micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:

@@ -28,7 +28,7 @@ from dist_ckpt.engines.base import (
 from dist_ckpt.engines.data_parallel import compile_blocks
 from dist_ckpt.engines.feed import Feed, agree
 from dist_ckpt.engines.gradients import LostGradients
-from dist_ckpt.engines.optim import build_optimizer, learning_rate
+from dist_ckpt.engines.optim import build_optimizer
 from dist_ckpt.engines.reached import Reached
 from dist_ckpt.engines.stage import keep_stage, refuse_untrained, shared_parameters
 from dist_ckpt.engines.told import ToldEngine
@@ -120,7 +120,10 @@ class PipelineEngine(ToldEngine):
             self._loss,
             [pipe.SharedWeight(name, holders, named.get(name)) for name, holders in shared.items()],
         )
-        self.deepspeed = pipe.build(module, self.optimizer, self._options_of_deepspeed(), self.device, self)
+        watcher = pipe.Watcher(
+            lambda: self._update.weight, self._forward_ended, self._backward_ended, self._at_boundary
+        )
+        self.deepspeed = pipe.build(module, self.optimizer, self._options_of_deepspeed(), self.device, watcher)
         # Now that DeepSpeed has cast and broadcast the weights: in bf16, a tied one loses hooks from before.
         self._reached = Reached(model) if self._lost_gradients is not None else None
         self.optimizer.register_step_pre_hook(lambda *_: self._refuse_non_finite(self._update.loss, self._norm()))
@@ -140,14 +143,11 @@ class PipelineEngine(ToldEngine):
                 f"pipeline, and have {', '.join(map(str, dict.fromkeys(feed.shapes)))}; drop what is left over, or "
                 "fill it up with rows without targets"
             )
-        if feed.tokens == 0:
-            raise DataError(f"step {self.step + 1}: no token of the whole update has a target")
+        self._refuse_no_targets(feed.tokens)
         self._expect(feed.shapes[0])
         # DeepSpeed averages over data ranks; the loss is weighted by the tokens of the whole update.
         self._update = _Update(feed, self.data_ranks / feed.tokens, measure, micro_batches)
-        rate = learning_rate(self.step, self.options.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate = self._set_learning_rate(self.optimizer)
         pipe.train(self.deepspeed, _pairs(micro_batches))
         norm = self._norm()
         self._refuse_non_finite(self._update.loss, norm)
@@ -179,11 +179,6 @@ class PipelineEngine(ToldEngine):
         for name, tensor in pipe.pipe_buffers(self.deepspeed):
             yield "other", name, tensor
 
-    @property
-    def weight(self) -> float:
-        """Of each token's loss in this update."""
-        return self._update.weight
-
     def close(self) -> None:
         compat.close(self.deepspeed)
 
@@ -192,19 +187,16 @@ class PipelineEngine(ToldEngine):
         elsewhere = {name for name, p in named_parameters(self.model) if pipe.is_copy(p)}
         return DeepSpeedSource(self.deepspeed, self.model, elsewhere)
 
-    def forward_ended(self, roots: Sequence[Tensor]) -> None:
-        """Called between a forward and what follows; see :class:`~dist_ckpt.compat.deepspeed_pipe.Watcher`."""
+    def _forward_ended(self, roots: Sequence[Tensor]) -> None:
         self.meter.after_forward(*roots)
         if self.observer is not None:
             self.observer.forward_ended(roots[-1])
 
-    def backward_ended(self) -> None:
-        """Called after each backward."""
+    def _backward_ended(self) -> None:
         if self.observer is not None:
             self.observer.backward_ended()
 
-    def boundary(self) -> None:
-        """Called when the gradients of an update are reduced, before the weights change."""
+    def _at_boundary(self) -> None:
         update = self._update
         if update.measure:
             self.memory = dataclasses.replace(self.meter.boundary(self.step + 1), stage=self.stage)

@@ -53,7 +53,7 @@ class Observation:
     """What one step was seen to do. Of a model that is sharded, this rank's part."""
 
     losses: list[Tensor] = field(default_factory=list)
-    """One a micro-batch."""
+    """One a micro-batch; on stages of a pipeline before the last one, what they hand on."""
     grads: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -157,16 +157,16 @@ class Observer:
         seen.names = {id(module): name for name, module in named_modules(self._model)}
         return seen
 
-    def forward_ended(self, loss: Tensor, measure: bool = False) -> None:
+    def forward_ended(self, root: Tensor, measure: bool = False) -> None:
         """To be called between a forward and its backward.
 
         Args:
-            loss: what backward starts from.
+            root: what backward starts from: the loss, or what a pipeline stage hands on.
             measure: whether to read what the graph keeps, of a model that is not sharded.
         """
-        self.seen.losses.append(loss.detach().clone())
+        self.seen.losses.append(root.detach().clone())
         if measure:
-            self.seen.saved_bytes = saved_bytes([loss], [*self._model.parameters(), *self._model.buffers()]).total
+            self.seen.saved_bytes = saved_bytes([root], [*self._model.parameters(), *self._model.buffers()]).total
         self._end_forward()
 
     def backward_ended(self) -> None:

@@ -52,7 +52,7 @@ class _Observer:
     def __init__(self, engine: Any, seen: Moments) -> None:
         self._engine, self._seen = engine, seen
 
-    def forward_ended(self, loss: torch.Tensor) -> None:
+    def forward_ended(self, root: torch.Tensor) -> None:
         """Nothing to note."""
 
     def backward_ended(self) -> None:

@@ -174,7 +174,7 @@ class Boundary:
     def __init__(self, call: Callable[[], None]) -> None:
         self.boundary = call
 
-    def forward_ended(self, loss: Tensor) -> None:
+    def forward_ended(self, root: Tensor) -> None:
         """Nothing to note."""
 
     def backward_ended(self) -> None:
