@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_ckpt.batch import IGNORE_INDEX, Batch
+from dist_ckpt import stages
+from dist_ckpt.batch import Batch
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.names import named_buffers, named_parameters
 from dist_ckpt.trainer.models.config import ModelConfig, Weights
@@ -71,9 +71,7 @@ def hf_source(config: ModelConfig, seed: int) -> ModelSource:
 def token_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Summed cross-entropy of the next tokens, an fp32 scalar; ``labels`` are aligned with ``input_ids``."""
     logits = model(input_ids=batch["input_ids"]).logits
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    return stages.token_loss(logits, batch["labels"])
 
 
 def _read(path: Path) -> Any:

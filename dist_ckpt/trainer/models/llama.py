@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_ckpt.batch import IGNORE_INDEX
-from dist_ckpt.stages import Layer, LayerList
+from dist_ckpt.stages import Layer, LayerList, token_loss
 from dist_ckpt.trainer.models.config import Attention, Loss, ModelConfig
 
 
@@ -211,4 +210,4 @@ def _loss_of_normalized(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
 
 def _token_loss(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     """Summed cross-entropy; x: (tokens, d_model), labels: (tokens,); fp32 scalar."""
-    return F.cross_entropy(head(x).float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return token_loss(head(x), labels)
