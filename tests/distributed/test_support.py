@@ -34,7 +34,7 @@ from tests.ranks import RankGroups
 OPTIONS: dict[str, dict[str, Any]] = {
     "segments": {"k": 2},
     "nested": {"k": 2, "inner": ["block", "attention"]},
-    "first_n": {"n": 2},
+    "first_n": {"n": 1},  # in a pipeline of each stage, and the second one has a single block
     "per_stage": {"per_stage": [{"mode": "segments", "k": 2}, "selective"]},
 }
 """Where a mode's defaults would leave something of it untried on a model of three blocks."""
