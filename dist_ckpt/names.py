@@ -24,11 +24,15 @@ def unwrapped_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_LEVELS)
 
 
+def is_replicated(module: nn.Module) -> bool:
+    """Whether a module holds a whole model as its ``module``: DDP's, DataParallel's or an engine of DeepSpeed's."""
+    return isinstance(module, _REPLICATED) or zero.is_engine(module)
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The module that its author wrote, out of all wrappers around it."""
     while True:
-        is_outermost = isinstance(module, _REPLICATED) or zero.is_engine(module)
-        levels = ("module",) if is_outermost else _WRAPPER_LEVELS
+        levels = ("module",) if is_replicated(module) else _WRAPPER_LEVELS
         inner = next((module._modules[level] for level in levels if level in module._modules), None)
         if inner is None:
             return module

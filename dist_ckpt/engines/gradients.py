@@ -20,6 +20,7 @@ from dist_ckpt.cost import fake_training, without_memory
 from dist_ckpt.errors import PlanError
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan, fold_names
+from dist_ckpt.states.fit import listed
 
 _log = logging.getLogger(__name__)
 
@@ -73,10 +74,8 @@ class LostGradients:
         wanted = _on_any_rank([without is not None and name in without for name in missing], device)
         lost = tuple(name for name, wants in zip(missing, wanted, strict=True) if wants)
         if lost:
-            names = fold_names(lost)
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise PlanError(
-                f"with this plan no gradient reaches {', '.join(names[:8])}{more}, and without a plan it does. "
+                f"with this plan no gradient reaches {listed(fold_names(lost), 8)}, and without a plan it does. "
                 "launch/verify.py with the same options says where the forward does something else; "
                 "train.check_gradients=false trains on without them"
             )

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dist_ckpt.compat import fsdp, zero
 from dist_ckpt.compat.torch import local_tensor
 from dist_ckpt.memory.storages import Storages
-from dist_ckpt.names import named_parameters, unwrapped_name
+from dist_ckpt.names import is_replicated, named_parameters, unwrapped_name
 
 Category = Literal["params", "grads", "optimizer", "other"]
 """``optimizer``: moments and fp32 master weights (arXiv:1910.02054, section 3.1); ``other``: buffers, communication
@@ -39,8 +39,7 @@ def owners_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
 
 def resident_of(model: nn.Module) -> Iterator[Owner]:
     """Owners that are alive whatever is trained: parameters, buffers and unsharded copies."""
-    is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or zero.is_engine(model)
-    root: nn.Module = model.module if is_wrapped else model  # type: ignore[assignment]
+    root: nn.Module = model.module if is_replicated(model) else model  # type: ignore[assignment]
     views: set[int] = set()
     for prefix, module in root.named_modules():
         flat = fsdp.fsdp1_flat_parameter(module)

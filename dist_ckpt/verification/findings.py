@@ -9,6 +9,7 @@ from typing import Literal
 
 from dist_ckpt.memory.records import byte_unit, format_bytes
 from dist_ckpt.plan import fold_names
+from dist_ckpt.states.fit import listed
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _folded(names: Sequence[str], most: int = 5) -> str:
-    folded = fold_names(tuple(names))
-    return ", ".join(folded[:most]) + (f" and {len(folded) - most} more" if len(folded) > most else "")
+    return listed(fold_names(tuple(names)), most)
 
 
 def _numbered(text: str) -> list[tuple[int, str]]:

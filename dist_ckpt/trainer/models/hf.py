@@ -17,6 +17,7 @@ from dist_ckpt import stages
 from dist_ckpt.batch import Batch
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.names import named_buffers, named_parameters
+from dist_ckpt.states.fit import listed
 from dist_ckpt.trainer.models.config import ModelConfig, Weights
 from dist_ckpt.trainer.models.hf_layers import hf_layers
 from dist_ckpt.trainer.models.init import fill
@@ -121,8 +122,7 @@ def _load(path: Path, asked: Any, attention: str) -> nn.Module:
         raise ConfigError(f"model.weights=pretrained: {path} cannot be loaded: {_first_line(error)}") from error
     model, report = loaded
     if lacking := sorted(map(str, report["missing_keys"])):
-        names = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
-        raise ConfigError(f"model.weights=pretrained: the files in {path} have no {names}")
+        raise ConfigError(f"model.weights=pretrained: the files in {path} have no {listed(lacking, 5)}")
     return model
 
 
