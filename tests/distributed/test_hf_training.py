@@ -16,6 +16,7 @@ from dist_ckpt.trainer.config import load_config
 from dist_ckpt.trainer.export import export_weights
 from dist_ckpt.trainer.job import build_engine
 from dist_ckpt.trainer.models.source import model_source
+from dist_ckpt.trainer.process import Place
 from tests.hf_models import VOCAB, build
 from tests.ranks import RankGroups
 
@@ -34,7 +35,7 @@ def trained(rank: int, world: int, overrides: list[str], load: str | None, save:
     """(losses, this rank's part of each weight) of some steps on fixed data."""
     config = load_config(["model=hf", "data=synthetic", "train.seq_len=8", "train.lr=0.01", *overrides])
     source = model_source(config.model, seed=5)
-    engine = build_engine(config, torch.device("cpu"), source)
+    engine = build_engine(config, Place(rank, world, rank, world), torch.device("cpu"), source)
     torch.manual_seed(rank)
     engine.prepare(source.model, make_plan(source.model, config.ckpt))
     if load is not None:
