@@ -121,7 +121,7 @@ def check(ranks: RankGroups, combination: Combination, without_policy: Any, fold
     job = job_of(combination, folder)
     found = ranks(2).run(run, job, timeout_s=300)
     if standing(combination).verdict == "refused":
-        reason = "compile" if combination.compiled else "stages"
+        reason = "stages" if combination.mode == "per_stage" else "compile"
         assert all(isinstance(one, str) and reason in one for one in found), found
         return
     for seen, expected in zip(
