@@ -96,8 +96,8 @@ def partition(layers: LayerList, model: nn.Module, stages: int, how: str | tuple
     Raises:
         EngineError: what was asked is no way to cut, leaves a stage without layers, or does not add up.
     """
-    if stages < 1:
-        raise EngineError(f"engine.stages={stages}: must be at least 1")
+    if type(stages) is not int or stages < 1:
+        raise EngineError(f"engine.stages={stages!r}: must be at least 1, and whole")
     if how == "parameters":
         starts = _balanced(layers, model, stages)
     elif isinstance(how, str) and (how == "uniform" or how.startswith("type:")):

@@ -96,6 +96,8 @@ def modes_of(plan: Plan) -> tuple[str, ...]:
         if region.inner:
             found["nested"] = None
     mode = plan.policy.get("mode", "none")
+    if mode == "per_stage" and not plan.stages:  # planned for a pipeline, and cut for a model that is whole
+        mode = "plan"
     return (*(one for one in found if one != mode), mode)
 
 

@@ -91,7 +91,8 @@ class Loop:
         self.position = self._position(path, extra)
         self._saved_at = self.step if path.parent == self.folder.states else None
         self.console.say(f"resumed from {path} at step {self.step}")
-        if changed := differences(extra.get("options", {}), self._options()):
+        before = extra.get("options", {})
+        if changed := differences(before, {k: v for k, v in self._options().items() if k in before}):
             self.console.say(f"changed since the state was saved: {', '.join(changed)}")
         if not extra["rng"]:
             self.console.say(
@@ -154,7 +155,14 @@ class Loop:
         _log.info("saved the training state to %s", path)
 
     def _options(self) -> dict[str, Any]:
-        return {f"train.{name}": getattr(self.config.train, name) for name in _HYPER_PARAMETERS}
+        config = self.config
+        return {
+            **{f"train.{name}": getattr(config.train, name) for name in _HYPER_PARAMETERS},
+            "train.precision": str(config.train.precision),
+            "engine": str(config.engine.name),
+            "ckpt": config.ckpt.mode,
+            "rows per update": config.resolved_global_batch(self.world_size),
+        }
 
     def _position(self, path: Path, extra: Mapping[str, Any]) -> int:
         """The position in the data, which means the same rows here as where it was saved."""

@@ -102,7 +102,8 @@ def _observed(job: Job, applied: Plan) -> Observation:
         observer.seen.numbers = {"the mean loss": result.loss, "the gradient norm": result.grad_norm}
 
     seen = observer.run(step)
-    seen.saved_bytes = None if engine.memory is None else engine.memory.activations
+    if engine.memory is not None:
+        seen.saved_bytes, seen.stage = engine.memory.activations, engine.memory.stage
     engine.close()
     return seen
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,6 +66,8 @@ class Verification:
     flops: int | None = None
     """Of the whole step with the plan; ``None`` for compiled code."""
     baseline_flops: int | None = None
+    stage: int | None = None
+    """Pipeline stage of the rank; figures are of that stage, and of all of them once merged."""
 
     @property
     def ok(self) -> bool:
@@ -74,7 +76,8 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "proven: the step is the same without and with it" if self.ok else self._count()
-        lines = [f"verify: {self.mode}, {self.regions} regions, {self.recomputes} recomputes; {verdict}"]
+        regions, recomputes = _counted(self.regions, "region"), _counted(self.recomputes, "recompute")
+        lines = [f"verify: {self.mode}, {regions}, {recomputes}; {verdict}"]
         for number, finding in enumerate(self.findings, start=1):
             lines += [f"  {number}. {line}" if not n else f"     {line}" for n, line in _numbered(str(finding))]
         lines += [f"  {name:<10} {text}" for name, text in self._figures()]
@@ -137,7 +140,10 @@ def fold(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def merge(ranks: Sequence[Verification]) -> Verification:
-    """One report of what every rank found: each finding once, with the ranks if it is not all; the largest figures."""
+    """One report of what every rank found: each finding once, with the ranks if it is not all.
+
+    Of each figure it has the largest of a rank, or in a pipeline the sum over stages of their largest.
+    """
     found: dict[Finding, list[int]] = {}
     for rank, one in enumerate(ranks):
         for finding in one.findings:
@@ -158,16 +164,23 @@ def merge(ranks: Sequence[Verification]) -> Verification:
         is_refused=any(one.is_refused for one in ranks),
         gradients=tuple(gradients.values()),
         losses=next((one.losses for one in ranks if one.losses), ()),  # only the last stage of a pipeline has any
-        saved_bytes=_most([one.saved_bytes for one in ranks]),
-        baseline_saved_bytes=_most([one.baseline_saved_bytes for one in ranks]),
-        flops=_most([one.flops for one in ranks]),
-        baseline_flops=_most([one.baseline_flops for one in ranks]),
+        recomputes=_of_all(ranks, lambda one: one.recomputes) or 0,
+        saved_bytes=_of_all(ranks, lambda one: one.saved_bytes),
+        baseline_saved_bytes=_of_all(ranks, lambda one: one.baseline_saved_bytes),
+        flops=_of_all(ranks, lambda one: one.flops),
+        baseline_flops=_of_all(ranks, lambda one: one.baseline_flops),
+        stage=None,
     )
 
 
-def _most(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return max(known) if len(known) == len(values) else None
+def _of_all(ranks: Sequence[Verification], figure: Callable[[Verification], int | None]) -> int | None:
+    most: dict[int | None, int] = {}
+    for one in ranks:
+        value = figure(one)
+        if value is None:
+            return None
+        most[one.stage] = max(most.get(one.stage, 0), value)
+    return sum(most.values())
 
 
 def _badness(check: GradientCheck) -> tuple[int, float]:
@@ -181,6 +194,10 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 def _folded(names: Sequence[str], most: int = 5) -> str:
     return listed(fold_names(tuple(names)), most)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s'[: number != 1]}"
 
 
 def _numbered(text: str) -> list[tuple[int, str]]:

@@ -80,6 +80,8 @@ class Observation:
     """Whether all of the state was looked at."""
     saved_bytes: int | None = None
     flops: int | None = None
+    stage: int | None = None
+    """Pipeline stage of the rank."""
     error: Exception | None = None
 
     def changes(self) -> dict[tuple[str, str], Change]:

@@ -120,6 +120,7 @@ def judge(base: Observation, again: Observation, planned: Observation, plan: Pla
         baseline_saved_bytes=base.saved_bytes,
         flops=planned.flops,
         baseline_flops=base.flops,
+        stage=planned.stage,
     )
 
 
@@ -199,11 +200,12 @@ def _notes(base: Observation, planned: Observation, plan: Plan, noise: Noise) ->
             f"the largest element ({noise.where}); differences with the plan up to {NOISE_FACTOR:g} times that count "
             "as equal"
         )
-    regions = sum(1 for region in plan.all_regions() if not region.save.offloads_everything)
+    here = set(planned.names.values())  # what is not lies in another stage of a pipeline
+    regions = [one for one in plan.all_regions() if not one.save.offloads_everything and here & set(one.modules)]
     recomputed = [checkpoint for checkpoint in planned.checkpoints if checkpoint.recomputes or checkpoint.was_compared]
     if regions and not recomputed and planned.error is None:
         yield "no region was recomputed in this step: nothing in them needs a gradient, or none was called"
-    called, here = {event.module for event in planned.calls}, set(planned.names.values())  # or in another stage
+    called = {event.module for event in planned.calls}
     silent = [name for region in plan.all_regions() for name in region.modules if name in here - called]
     if silent and recomputed and not planned.is_compiled:
         yield f"not called in this step, so not proven: {', '.join(fold_names(tuple(silent)))}"

@@ -110,3 +110,19 @@ def test_what_one_rank_does_otherwise_is_found(ranks: RankGroups, engine: str) -
     for rank in (one, other):
         assert any("gradients differ" in finding.what for finding in rank.findings), str(rank)
         assert "the gradient norm" in [finding.where for finding in rank.findings], str(rank)
+
+
+@pytest.mark.full
+@needs_deepspeed
+def test_a_pipeline_is_proven_over_all_stages(ranks: RankGroups) -> None:
+    options = ["engine=deepspeed_pipe", "engine.partition=[1,2]", "train.grad_accum=2"]
+    jobs = [[f"ckpt.per_stage={policies}", *options] for policies in ("[none,full]", "[selective,none]")]
+    recomputes = []
+    for both in zip(*ranks(2).run(proofs, jobs, timeout_s=400), strict=True):
+        proof = merge(both)
+        assert proof.ok and not proof.notes, str(proof)
+        assert len(proof.gradients) > 20 and all(check.status == "equal" for check in proof.gradients)
+        assert proof.saved_bytes is not None and proof.baseline_saved_bytes is not None
+        assert proof.saved_bytes < proof.baseline_saved_bytes
+        recomputes.append(proof.recomputes)
+    assert recomputes[0] == 2 * 2, "two blocks of the second stage, in two micro-batches"

@@ -126,12 +126,14 @@ def test_a_resumed_run_takes_its_options_from_the_configuration(ranks: RankGroup
     options = ["train.steps=4", "engine=fsdp1"]
     ranks(2).run(run_here, str(tmp_path / "run"), options, 2)
     assert ranks(2).run(resumed_options, str(tmp_path / "run"), [*options, RESUME])[0] == ([0.1, 0.0], "")
-    changed = [*options, RESUME, "train.weight_decay=0.5", "train.beta1=0.8", "train.lr=1e-4"]
+    changed = [*options, RESUME, "train.weight_decay=0.5", "train.beta1=0.8", "train.lr=1e-4", "ckpt=full"]
+    changed = [option for option in changed if option != "engine=fsdp1"] + ["engine=ddp", "train.grad_accum=2"]
     decays, said = ranks(2).run(resumed_options, str(tmp_path / "run"), changed)[0]
     assert decays == [0.5, 0.0]
     assert said == (
         "changed since the state was saved: "
-        "train.lr 0.003 → 0.0001, train.weight_decay 0.1 → 0.5, train.beta1 0.9 → 0.8\n"
+        "train.lr 0.003 → 0.0001, train.weight_decay 0.1 → 0.5, train.beta1 0.9 → 0.8, "
+        "engine fsdp1 → ddp, ckpt none → full, rows per update 4 → 8\n"
     )
 
 

@@ -24,7 +24,7 @@ from dist_ckpt.flops import count_flops
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import OpRule, Region, SaveRule
 from dist_ckpt.policy import POLICIES
-from dist_ckpt.stages import layers_of
+from dist_ckpt.stages import layers_of, partition
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.models.llama import Transformer
 from tests import support_page
@@ -166,6 +166,10 @@ def test_every_mode_is_in_the_table() -> None:
     assert {combination.mode for combination in combinations()} | {"per_stage"} == set(POLICIES)
     assert standing(Combination("full", "deepspeed", "fp32", False)).verdict == "untested"
     assert set(modes_of(MIXED)) == {"segments", "nested", "full", "selective", "plan"}
+    model = Transformer(ModelConfig(**SMALL))
+    stages = partition(layers_of(model), model, 2, "uniform")
+    of_stages = make_plan(model, {"per_stage": ["full", "none"]}, stages=stages)
+    assert modes_of(of_stages) == ("full", "per_stage") and modes_of(of_stages.cut(())) == ("full", "plan")
 
 
 def test_what_is_not_proven_is_refused() -> None:
