@@ -228,6 +228,18 @@ def boundary_is_set(engine: Any) -> bool:
     return engine._is_gradient_accumulation_boundary is not None
 
 
+def overwrites_gradients(engine: Any) -> bool:
+    """Whether a backward that begins now would take the place of the one before it instead of being added to it.
+
+    ZeRO-3 counts the micro-batches of an update in the engine's forward, not in backward, and copies the gradients of
+    the first one (zero/stage3.py, clear_backward_seen_flag and partition_grads).
+    """
+    optimizer = engine.optimizer
+    if stage_of(engine) < 3 or engine._running_engine_backward:
+        return False
+    return optimizer.micro_step_id == 0 and bool(optimizer._epilogue_ran_this_backward)
+
+
 def defers_reduction(engine: Any) -> bool:
     """Whether a backward that ends now leaves gradients where they are, whatever the count says."""
     if getattr(engine.optimizer, "_coalesce_grad_reduction", False):

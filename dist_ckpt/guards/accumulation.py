@@ -31,11 +31,12 @@ def guard_accumulation(engine: Any) -> None:
       ZeRO;
     - ``coalesce_grad_reduction()``, and ``"managed_gradient_accumulation": false``.
 
-    ``loss.backward()`` counts as ``engine.backward(loss)`` does, where the loss comes from the engine's forward.
+    ``loss.backward()`` counts as ``engine.backward(loss)`` does, where the loss comes from the engine's forward. Under
+    ZeRO-3 that forward has to run between two backwards, and ``zero_grad()`` is for between updates at any stage.
 
     Raises:
         EngineError: the engine is none of DeepSpeed's or a pipeline's, or is guarded already. Later, from
-            ``backward()`` and ``step()``: they are called in an order that loses gradients.
+            ``backward()``, ``step()`` and ``zero_grad()``: they are called in an order that loses gradients.
     """
     if not zero.is_engine(engine) or not zero.has_backward_hooks(engine):
         raise EngineError(
@@ -51,6 +52,9 @@ def guard_accumulation(engine: Any) -> None:
     zero.wrap_backward(engine, begins=guard.checked, ends=guard.counted)
     engine.coalesce_grad_reduction = guard.flushed(engine.coalesce_grad_reduction)
     engine.step = guard.stepped(engine.step)
+    engine.zero_grad = guard.clearing(engine.zero_grad)
+    if engine.optimizer is not None:
+        engine.optimizer.zero_grad = guard.clearing(engine.optimizer.zero_grad)
 
 
 class _Guard:
@@ -68,6 +72,7 @@ class _Guard:
         self._since_update = 0
         self._is_reduced = False
         """Whether the backward has run that reduces the update's gradients."""
+        self._is_stepping = False
 
     def checked(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """A function that starts a backward, behind the check whether one may run."""
@@ -75,6 +80,7 @@ class _Guard:
         @functools.wraps(backward)
         def run(*args: Any, **kwargs: Any) -> Any:
             self._check_backward()
+            self._check_forward()
             return backward(*args, **kwargs)
 
         return run
@@ -113,13 +119,41 @@ class _Guard:
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
             updates = self._check_step()
-            result = step(*args, **kwargs)
+            self._is_stepping = True
+            try:
+                result = step(*args, **kwargs)
+            finally:
+                self._is_stepping = False
             self._since_step = self._unsynced = 0
             if updates:
                 self._since_update, self._is_reduced = 0, False
             return result
 
         return run
+
+    def clearing(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
+        """``zero_grad()``, which DeepSpeed itself calls in ``step()``, behind the check whether an update has begun."""
+
+        @functools.wraps(zero_grad)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._since_update and not self._is_stepping:
+                raise EngineError(
+                    f"zero_grad() after backward {self._since_update} of an update: what it drops depends on the ZeRO "
+                    "stage, and DeepSpeed counts the micro-batch all the same, so the update would come after too few. "
+                    "Leave it out: engine.step() clears the gradients after each update"
+                )
+            return zero_grad(*args, **kwargs)
+
+        return run
+
+    def _check_forward(self) -> None:
+        if zero.overwrites_gradients(self._engine):
+            raise EngineError(
+                f"backward {self._since_update + 1} of an update without a forward of the engine since the backward "
+                "before it: ZeRO-3 counts micro-batches in forward, and would lose the gradients of the first. Call "
+                "engine(…), engine.backward() and engine.step() for one micro-batch after the other, or go backward "
+                "once, from the sum of the losses"
+            )
 
     def _check_backward(self) -> None:
         engine = self._engine

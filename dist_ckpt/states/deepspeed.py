@@ -88,10 +88,10 @@ class DeepSpeedSource:
         }
 
     def forget(self) -> Callable[[], None]:
+        self._engine.zero_grad()  # first, for a guarded engine refuses it within an update
         state = self._layout.optimizer.state
         before = dict(state)
         state.clear()
-        self._engine.zero_grad()
 
         def remember() -> None:
             state.clear()

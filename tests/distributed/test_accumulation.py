@@ -103,6 +103,59 @@ def step_twice(engine: Any, batches: list[Tensor]) -> None:
         engine.step()
 
 
+def forwards_first(engine: Any, batches: list[Tensor]) -> None:
+    losses = [engine(batch).mean() / len(batches) for batch in batches]
+    for loss in losses:
+        engine.backward(loss, scale_wrt_gas=False)
+        engine.step()
+
+
+def one_forward_ahead(engine: Any, batches: list[Tensor]) -> None:
+    ahead = engine(batches[0])
+    for batch in [*batches[1:], None]:
+        output, ahead = ahead, None if batch is None else engine(batch)
+        engine.backward(output.mean() / len(batches), scale_wrt_gas=False)
+        engine.step()
+
+
+def one_backward(engine: Any, batches: list[Tensor]) -> None:
+    """Of the sum of the losses."""
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(sum(engine(batch).mean() / len(batches) for batch in batches), scale_wrt_gas=False)
+    engine.step()
+
+
+def around_the_engine(engine: Any, batches: list[Tensor]) -> None:
+    """Its parts, called one by one."""
+    for batch in batches:
+        x = batch
+        for part in engine.module:
+            x = part(x)
+        engine.backward(x.mean() / len(batches), scale_wrt_gas=False)
+        engine.step()
+
+
+def cleared_between_updates(engine: Any, batches: list[Tensor]) -> None:
+    for clear in (engine.zero_grad, engine.optimizer.zero_grad):
+        clear()
+    after_each(engine, batches)
+    engine.zero_grad()
+
+
+def cleared_within(engine: Any, batches: list[Tensor]) -> None:
+    after_each(engine, batches[:1])
+    engine.zero_grad()
+    after_each(engine, batches[1:])
+
+
+def optimizer_cleared_within(engine: Any, batches: list[Tensor]) -> None:
+    after_each(engine, batches[:1])
+    loss = engine(batches[1]).mean()
+    engine.optimizer.zero_grad()
+    engine.backward(loss)
+    engine.step()
+
+
 LOOPS: list[Loop] = [
     after_each,
     torch_style,
@@ -116,7 +169,26 @@ LOOPS: list[Loop] = [
     coalesced,
     extra_step,
     step_twice,
+    forwards_first,
+    one_forward_ahead,
+    one_backward,
+    around_the_engine,
+    cleared_between_updates,
+    cleared_within,
+    optimizer_cleared_within,
 ]
+
+STEPPING: list[Loop] = [
+    after_each,
+    torch_style,
+    forwards_first,
+    one_forward_ahead,
+    around_the_engine,
+    cleared_between_updates,
+    cleared_within,
+    optimizer_cleared_within,
+]
+"""Those that call ``step()`` once after each backward."""
 
 
 def outcome(loop: Loop, stage: int, accumulation: int, managed: bool = True) -> str:
@@ -169,7 +241,7 @@ def outcomes(rank: int, world: int, stages: list[int], loops: list[Loop]) -> dic
     found = {}
     for stage in stages:
         for loop in loops:
-            if loop not in (after_each, torch_style):  # with 1 each micro-batch would be an update
+            if loop not in STEPPING:  # with 1 each micro-batch would be an update
                 found[stage, f"{loop.__name__}, told 1"] = outcome(loop, stage, 1)
             found[stage, f"{loop.__name__}, told 4"] = outcome(loop, stage, 4)
         found[stage, "one_step, told nothing"] = outcome(one_step, stage, 1, managed=False)
@@ -183,8 +255,16 @@ EXPECTED = {
     "boundary_set, told 1": "right",
     "boundary_set, told 4": "right",
     "coalesced, told 1": "right",
+    "forwards_first, told 4": "right",
+    "one_forward_ahead, told 4": "right",
+    "one_backward, told 1": "right",
+    "one_backward, told 4": "right",
+    "around_the_engine, told 4": "right",
+    "cleared_between_updates, told 4": "right",
 }
 """What is right at all stages, or where DeepSpeed itself refuses it; everything else is refused."""
+UNDER_ZERO3 = {(3, f"{loop}, told 4") for loop in ("forwards_first", "around_the_engine")}
+"""What would lose gradients at this stage alone."""
 
 
 def check(found: dict[tuple[int, str], str]) -> None:
@@ -192,13 +272,21 @@ def check(found: dict[tuple[int, str], str]) -> None:
         expected = EXPECTED.get(loop, "refused")
         if (stage, loop) == (0, "without_sync, told 1"):
             expected = "right"
+        if (stage, loop) in UNDER_ZERO3:
+            expected = "refused"
         assert verdict in (expected, "DeepSpeed refuses"), (stage, loop, verdict)
-        if loop in ("after_each, told 4", "one_step, told nothing", "boundary_set, told 4"):
+        if loop in ("after_each, told 4", "one_step, told nothing", "boundary_set, told 4", "one_backward, told 4"):
             assert verdict == "right", (stage, loop, verdict)
 
 
 def test_gradients_are_right_or_refused(ranks: RankGroups) -> None:
     for found in ranks(2).run(outcomes, [0, 2], [after_each, one_step, boundary_set_late]):
+        check(found)
+
+
+def test_what_loses_gradients_by_its_forwards_or_zero_grad_is_refused(ranks: RankGroups) -> None:
+    loops = [forwards_first, one_backward, cleared_between_updates, cleared_within, optimizer_cleared_within]
+    for found in ranks(2).run(outcomes, [1, 3], loops):
         check(found)
 
 
