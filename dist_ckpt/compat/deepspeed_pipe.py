@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -182,22 +182,6 @@ def release_buffers(engine: PipelineEngine) -> None:
         slots[:] = [None] * len(slots)
     engine.fwd_outputs = []
     engine.loss = torch.zeros((), device=engine.device)
-
-
-def pipe_buffers(engine: PipelineEngine) -> Iterator[tuple[str, Tensor]]:
-    """What a stage holds to exchange activations and gradients with its neighbors, and of the batch."""
-    for kind, slots in engine.pipe_buffers.items():
-        for slot in slots:
-            for tensor in slot if isinstance(slot, (tuple, list)) else (slot,):
-                if isinstance(tensor, Tensor):
-                    yield f"pipe {kind}", tensor
-                    if tensor.is_leaf and tensor.grad is not None:
-                        yield f"gradient of pipe {kind}", tensor.grad
-    for attribute in ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer"):
-        held = getattr(engine, attribute)
-        for tensor in held if isinstance(held, (tuple, list)) else (held,):
-            if isinstance(tensor, Tensor):
-                yield "receive buffer", tensor
 
 
 def _take_turn(engine: PipelineEngine) -> None:

@@ -1,8 +1,8 @@
 """Internals of DeepSpeed's engines (tested with 0.19.8), read without importing it: where their bytes lie, what
 gradient a rank holds of a parameter, and how ZeRO-3 gathers the parameters of one module.
 
-Attribute names are those of deepspeed/runtime/zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py and
-fp16/unfused_optimizer.py.
+Attribute names are those of deepspeed/runtime/zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py,
+fp16/unfused_optimizer.py and deepspeed/runtime/pipe/engine.py.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _GRADS = (
     "temp_grad_buffer_for_cpu_offload",
     "temp_grad_buffer_for_gpu_offload",
 )
+_RECEIVE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer")
 _GRADS_OF_PARAMETER = ("grad_accum", "_hp_grad")
 MODULE_ATTRIBUTES = (
     "applied_pre_backward_ref_cnt",
@@ -134,6 +135,17 @@ def buckets(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     for dtype, bucket in (getattr(optimizer, "ipg_buckets", None) or {}).items():
         for tensor in _tensors(getattr(bucket, "buffer", None)):
             yield f"bucket of {dtype}", tensor
+
+
+def pipe_buffers(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a pipeline's stage holds to exchange activations and gradients with its neighbors, and of the batch."""
+    for kind, slots in engine.pipe_buffers.items():
+        for tensor in _tensors(slots):
+            yield f"pipe {kind}", tensor
+            if tensor.is_leaf and tensor.grad is not None:
+                yield f"gradient of pipe {kind}", tensor.grad
+    for _, tensor in _held(engine, _RECEIVE_BUFFERS):
+        yield "receive buffer", tensor
 
 
 def states(optimizer: Any) -> Iterator[tuple[str, Tensor]]:

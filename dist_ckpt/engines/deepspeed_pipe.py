@@ -176,8 +176,6 @@ class PipelineEngine(ToldEngine):
     def owners(self) -> Iterator[Owner]:
         for category, name, tensor in owners_of(self.deepspeed, None):
             yield category, name.removeprefix("model."), tensor
-        for name, tensor in pipe.pipe_buffers(self.deepspeed):
-            yield "other", name, tensor
 
     def close(self) -> None:
         compat.close(self.deepspeed)

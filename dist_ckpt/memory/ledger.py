@@ -16,7 +16,7 @@ from dist_ckpt.names import is_replicated, named_parameters, unwrapped_name
 
 Category = Literal["params", "grads", "optimizer", "other"]
 """``optimizer``: moments and fp32 master weights (arXiv:1910.02054, section 3.1); ``other``: buffers, communication
-buckets, unsharded copies."""
+buckets, unsharded copies, what a pipeline exchanges."""
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
@@ -79,7 +79,7 @@ def _grads(model: nn.Module) -> Iterator[Owner]:
 
 
 def _of_deepspeed(engine: nn.Module) -> Iterator[Owner]:
-    """What a DeepSpeed engine's optimizer holds; names are those of its attributes."""
+    """What a DeepSpeed engine's optimizer holds, and its pipeline if it runs one; names are those of its attributes."""
     optimizer = engine.optimizer
     for name, tensor in zero.flat_params(optimizer):
         yield "params", name, tensor
@@ -90,6 +90,8 @@ def _of_deepspeed(engine: nn.Module) -> Iterator[Owner]:
     for name, tensor in zero.states(optimizer):
         yield "optimizer", name, tensor
     for name, tensor in zero.buckets(optimizer):
+        yield "other", name, tensor
+    for name, tensor in zero.pipe_buffers(engine) if zero.is_pipeline(engine) else ():
         yield "other", name, tensor
 
 

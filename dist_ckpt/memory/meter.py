@@ -32,6 +32,9 @@ from dist_ckpt.memory.records import MemoryReport, RankMemory
 class MemoryMeter:
     """Measures one rank.
 
+    Of a pipeline engine of DeepSpeed, ``activations`` stays None: its ``train_batch()`` leaves nobody a moment between
+    forward and backward. This package's training program measures them.
+
     Args:
         model: the model as it is trained: plain, DDP, FSDP1 or FSDP2, or the engine of ``deepspeed.initialize``.
         optimizer: whose state counts as ``optimizer``; an engine of DeepSpeed knows its own.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_ckpt.batch import IGNORE_INDEX, Batch, count_targets
-from dist_ckpt.compat import deepspeed_pipe as private
+from dist_ckpt.compat.zero import pipe_buffers
 from dist_ckpt.engines.deepspeed_pipe import PipelineEngine
 from dist_ckpt.names import named_parameters
 from dist_ckpt.plan import Plan
@@ -70,9 +70,7 @@ def evaluated(rank: int, world: int) -> dict[str, Any]:
         found["weights"] = weights_of(engine)
         longer = [batch((3, 30), 1), batch((3, 30), 2)]
         found["longer"] = engine.train_step(longer).tokens
-        found["rows in slots"] = [
-            kind for kind, _ in private.pipe_buffers(engine.deepspeed) if kind != "receive buffer"
-        ]
+        found["rows in slots"] = [kind for kind, _ in pipe_buffers(engine.deepspeed) if kind != "receive buffer"]
     return found
 
 

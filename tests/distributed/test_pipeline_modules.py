@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_ckpt import Plan, PlanError, Region, apply, apply_plan, make_plan, plan_cost, remove_plan
+from dist_ckpt import MemoryMeter, Plan, PlanError, Region, apply, apply_plan, make_plan, plan_cost, remove_plan
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.wrap.module import is_recomputed
 from tests.ranks import RankGroups
@@ -139,7 +139,7 @@ class Run:
 
 
 def trained(rank: int, world: int, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Of each run the gradients before each update, forwards by kind of layer, and the plan as JSON.
+    """Of each run the gradients before each update, forwards by kind of layer, the plan as JSON, and memory at the end.
 
     All in one go, because DeepSpeed leaves process groups behind, for which the group of ranks is started anew.
     """
@@ -174,7 +174,8 @@ def _trained(rank: int, run: Run) -> dict[str, Any]:
     torch.manual_seed(rank)
     data = iter([(row, row) for row in rows])
     losses = [float(engine.train_batch(data)) for _ in range(2)]
-    return {"grads": grads, "losses": losses, "calls": dict(calls), "plan": plan.to_json()}
+    memory = MemoryMeter(engine).boundary(2)
+    return {"grads": grads, "losses": losses, "calls": dict(calls), "plan": plan.to_json(), "memory": memory}
 
 
 def refused(rank: int, world: int, doing: Callable[..., Any], *args: Any) -> str:
@@ -273,6 +274,15 @@ def test_zero_1_in_bf16_loses_nothing_either(results: Mapping[str, Any]) -> None
         assert same(with_plan[stage], plain[stage])
         assert with_plan[stage]["calls"]["block"] == 2 * plain[stage]["calls"]["block"]
     assert plain[1]["losses"] != results[str(Run("usual"))][1]["losses"]
+
+
+def test_a_meter_counts_what_the_stages_exchange(results: Mapping[str, Any]) -> None:
+    first, last = (found["memory"] for found in results[str(Run("usual"))])
+    passed_on, rows = 4 * 2 * SEQ * WIDTH, 8 * 2 * SEQ
+    assert first.other == passed_on + 2 * rows  # a gradient that is received, and the inputs in two slots
+    # An activation that is received, logits in two slots, and labels that are views of all six micro-batches.
+    assert last.other == passed_on + 2 * 4 * 2 * SEQ * VOCAB + 2 * MICRO_BATCHES * rows
+    assert first.activations is last.activations is None
 
 
 FOUR = {
