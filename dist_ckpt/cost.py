@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from dist_ckpt.batch import Batch
@@ -31,7 +30,7 @@ from dist_ckpt.errors import PlanError
 from dist_ckpt.flops import count_flops
 from dist_ckpt.memory.activations import SavedBytes, saved_bytes
 from dist_ckpt.memory.records import byte_unit, format_bytes
-from dist_ckpt.names import unwrap
+from dist_ckpt.names import is_plain, unwrap
 from dist_ckpt.plan import Plan
 from dist_ckpt.schedule import in_flight
 from dist_ckpt.stages import Layer, LayerList, layers_by_stage
@@ -341,7 +340,7 @@ def _copy_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Modu
             f"this {class_name(model)} holds one stage of a model, and a step runs through all of them: measure or "
             "verify the model before it is cut"
         )
-    if unwrap(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
+    if not is_plain(model):
         raise PlanError("to run on tensors without memory, the model must be as it is before sharding and compiling")
     replaced: dict[int, Any] = {}
     for module in model.modules():

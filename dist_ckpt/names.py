@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dist_ckpt.compat import zero
 
@@ -37,6 +38,12 @@ def unwrap(module: nn.Module) -> nn.Module:
         if inner is None:
             return module
         module = inner
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether a model is as its author made it: neither wrapped nor compiled, and all its parameters are whole."""
+    parts = (isinstance(p, DTensor) or zero.is_partitioned(p) for p in model.parameters())
+    return unwrap(model) is model and not any(parts)
 
 
 class InPlaceWrapper:

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
 from dist_ckpt.cost import LossFn, ModelInput, default_loss
 from dist_ckpt.errors import DistCkptError, PlanError
 from dist_ckpt.guards.caches import switch_off_caches
-from dist_ckpt.names import unwrap
+from dist_ckpt.names import is_plain
 from dist_ckpt.plan import Plan, fold_names
 from dist_ckpt.planning import make_plan
 from dist_ckpt.policy import PolicySpec
@@ -70,7 +69,7 @@ def verify(
     loss_fn = loss_fn or default_loss
     if any(p.is_meta for p in model.parameters()):
         raise PlanError("verify runs a step for real, and this model has no memory: it is on the meta device")
-    if unwrap(model) is not model or any(isinstance(p, DTensor) for p in model.parameters()):
+    if not is_plain(model):
         raise PlanError(
             "verify needs the model before sharding and compiling; launch/verify.py proves a plan under an engine"
         )

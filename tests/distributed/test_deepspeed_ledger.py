@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dist_ckpt import MemoryMeter, guard_accumulation
+from dist_ckpt import MemoryMeter, PlanError, guard_accumulation, verify
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.cost import plan_cost
 from dist_ckpt.engines.optim import decays
@@ -240,7 +241,7 @@ GATHERED = Job("deepspeed, ZeRO 3", model={"dropout": 0.1}, accumulation=2)
 
 def test_activations_are_what_the_plan_costs(small_runs: list[Any]) -> None:
     """No gathered parameter, kept or on its way, is taken for an activation."""
-    for _, [(activations, cost)], _ in small_runs:
+    for _, [(activations, cost)], *_ in small_runs:
         assert activations == cost
 
 
@@ -283,15 +284,54 @@ def own_loop(rank: int, world: int) -> dict[str, int]:
 
 def test_a_meter_measures_an_engine_in_anybodys_loop(small_runs: list[Any]) -> None:
     elements = 8 * 16 + 16 + 16 * 8 + 8
-    for *_, found in small_runs:
+    for *_, found, _ in small_runs:
         assert found["params"] == FP32 * elements
         assert found["optimizer"] == FP32 * 3 * elements // 2 + FP32
         assert found["activations"] == FP32 * (4 * 8 + 4 * 16)  # the first one's input, and what Tanh returned
 
 
+def refusals(rank: int, world: int) -> list[str]:
+    """What measures a step says to a model that ZeRO-3 has already."""
+    compat.start(torch.device("cpu"))
+    net = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)))
+    plan = make_plan(net, "full")
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 100},
+    }
+    engine = compat.build(net, torch.optim.AdamW(net.parameters()), config, torch.device("cpu"))
+    batch = torch.randn(4, 8)
+    ways: list[Callable[[nn.Module], Any]] = [
+        lambda model: plan_cost(model, plan, batch),
+        lambda model: make_plan(model, {"mode": "full", "min_bytes": 5}, batch),
+        lambda model: verify(model, batch, None, "full"),
+    ]
+    found = []
+    for way in ways:
+        for model in (engine, net):
+            try:
+                way(model)
+            except PlanError as error:
+                found.append(str(error))
+    compat.close(engine)
+    return found
+
+
+def test_what_measures_a_step_refuses_a_model_that_is_sharded_already(small_runs: list[Any]) -> None:
+    for *_, found in small_runs:
+        assert len(found) == 6 and all("before sharding and compiling" in message for message in found)
+
+
 def all_small(rank: int, world: int) -> Any:
     rows = moments(rank, world, list(ROWS.values()))
-    return rows, measured(rank, world, [replace(GATHERED, policy="selective")]), own_loop(rank, world)
+    return (
+        rows,
+        measured(rank, world, [replace(GATHERED, policy="selective")]),
+        own_loop(rank, world),
+        refusals(rank, world),
+    )
 
 
 @pytest.fixture(scope="module")
