@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map
 
 from dist_ckpt.batch import Batch
-from dist_ckpt.blocks import class_name
-from dist_ckpt.compat.pipeline_module import is_pipeline_module
+from dist_ckpt.compat.pipeline_module import is_pipeline_module, refuse_a_step
 from dist_ckpt.errors import PlanError
 from dist_ckpt.flops import count_flops
 from dist_ckpt.memory.activations import SavedBytes, saved_bytes
@@ -336,10 +335,7 @@ def _fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 def _copy_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
     """A deep copy in which every tensor is replaced by one without memory."""
     if is_pipeline_module(model):
-        raise PlanError(
-            f"this {class_name(model)} holds one stage of a model, and a step runs through all of them: measure or "
-            "verify the model before it is cut"
-        )
+        refuse_a_step(model)
     if not is_plain(model):
         raise PlanError("to run on tensors without memory, the model must be as it is before sharding and compiling")
     replaced: dict[int, Any] = {}

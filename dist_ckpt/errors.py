@@ -39,6 +39,15 @@ class StateWriteError(StateError):
     """A training state that could not be written (a full disk): no mistake in what was asked, so a fault."""
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things, for a text.
+
+    >>> counted(1, "block"), counted(2, "block")
+    ('1 block', '2 blocks')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def choices(wrong: str, valid: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest valid one, then all of them.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from dist_ckpt.errors import PlanError, choices
+from dist_ckpt.errors import PlanError, choices, counted
 from dist_ckpt.policy import described
 
 SCHEMA = 2
@@ -209,6 +209,13 @@ class Plan:
         original = self.planned_for or self.stages
         if not stages:
             return dataclasses.replace(self, stages=(), planned_for=original)
+        for name in (*self.blocks, *(name for region in self.all_regions() for name in region.modules)):
+            if name and not _parts_of(name, stages):
+                owned = ", ".join(fold_names(tuple(dict.fromkeys(one for names in stages for one in names))))
+                raise PlanError(
+                    f"the plan names {name!r}, and the stages own {owned}: it is for another model, or recomputes what "
+                    "no layer of the pipeline has"
+                )
         regions = tuple(piece for region in self.regions for piece in _split(region, stages))
         split = [region for region in self.all_regions() if len(_spans(region.modules, stages)) > 1]
         notes = (f"split where a stage ends: {' + '.join(fold_names(region.modules))}" for region in split)
@@ -227,8 +234,9 @@ class Plan:
             PlanError: there is no such stage.
         """
         if not (self.stage is None and 0 <= stage < len(self.stages)):
+            stages = counted(len(self.stages), "stage")
             remedy = "" if self.stages else "; make_plan(…, stages=…) makes one that has"
-            raise PlanError(f"no part for stage {stage}: this plan has {len(self.stages)} stages{remedy}{self._whose}")
+            raise PlanError(f"no part for stage {stage}: this plan has {stages}{remedy}{self._whose}")
 
         def is_here(names: tuple[str, ...]) -> bool:
             return stage in _common_stages(names, self.stages)
@@ -297,24 +305,26 @@ class Plan:
     def __str__(self) -> str:
         by_hand = self.regions and self.policy.get("mode", "none") == "none"
         named = "by hand" if by_hand else described(self.policy)
-        lines = [f"plan: {named}, {len(self.regions)} regions in {len(self.blocks)} blocks{self._of_stages}"]
+        regions, blocks = counted(len(self.regions), "region"), counted(len(self.blocks), "block")
+        lines = [f"plan: {named}, {regions} in {blocks}{self._of_stages}"]
         lines += [f"  stage {n}    {line}" for n, line in enumerate(self._stage_lines()) if self.stage in (None, n)]
-        lines += [f"  matched    {pattern}: {count} modules" for pattern, count in self.matched]
+        lines += [f"  matched    {pattern}: {counted(count, 'module')}" for pattern, count in self.matched]
         lines += [f"  blocks     {name}" for name in fold_names(self.blocks)]
         lines += list(_describe(self.regions, indent="  "))
         lines += [f"  kept whole {name}" for name in fold_names(self.unmatched)]
         lines += [f"  repair     {repair}" for repair in self.repairs]
         lines += [f"  note       {note}" for note in self.notes]
         if count := len(self.planned_for):
-            whose = f"{count} other stages" if self.stages else f"{count} stages that this model does not have"
-            lines.append(f"  note       planned for {whose}")
+            foreign = f"{counted(count, 'stage')} that this model does not have"
+            lines.append(f"  note       planned for {counted(count, 'other stage') if self.stages else foreign}")
         return "\n".join(lines)
 
     @property
     def _of_stages(self) -> str:
         if not self.stages:
             return ""
-        return f", {len(self.stages)} stages" if self.stage is None else f", stage {self.stage} of {len(self.stages)}"
+        count = len(self.stages)
+        return f", {counted(count, 'stage')}" if self.stage is None else f", stage {self.stage} of {count}"
 
     def _stage_lines(self) -> Iterator[str]:
         """What each stage owns, and its policy where stages have their own."""

@@ -11,7 +11,7 @@ import functools
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -56,6 +56,14 @@ def whole_pipeline(net: nn.Module) -> nn.Module:
         if name and child not in (holder := whole.get_submodule(parent))._modules:
             holder.add_module(child, spec if isinstance(spec, nn.Module) else _built(spec))
     return whole
+
+
+def refuse_a_step(net: nn.Module, remedy: str = "") -> NoReturn:
+    """Raises PlanError where a batch would have to run through the whole model."""
+    raise PlanError(
+        f"this {type(net).__name__} holds one stage of a model, and a step runs through all of them: measure or "
+        f"verify the model before it is cut{remedy}"
+    )
 
 
 def called_through_functions(net: nn.Module) -> Iterator[tuple[str, int]]:

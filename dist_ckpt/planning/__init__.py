@@ -10,7 +10,7 @@ from typing import Any, overload
 from torch import nn
 
 from dist_ckpt.blocks import class_name, find_blocks
-from dist_ckpt.compat.pipeline_module import is_pipeline_module, stages_of_pipeline, whole_pipeline
+from dist_ckpt.compat.pipeline_module import is_pipeline_module, refuse_a_step, stages_of_pipeline, whole_pipeline
 from dist_ckpt.cost import LossFn, ModelInput
 from dist_ckpt.errors import PlanError
 from dist_ckpt.names import unwrap
@@ -155,10 +155,7 @@ def _whole_pipeline(model: nn.Module, batch: ModelInput | None, stages: Stages) 
     if stages:
         raise PlanError(f"this {class_name(model)} is cut into stages already: leave stages out")
     if batch is not None:
-        raise PlanError(
-            f"this {class_name(model)} holds one stage, so that a batch cannot run through the whole model: leave the "
-            "batch out, and with it min_bytes; k: sqrt then takes √n"
-        )
+        refuse_a_step(model, ". To plan, leave the batch out, and with it min_bytes; k: sqrt then takes √n")
     return whole_pipeline(model), stages_of_pipeline(model)
 
 

@@ -17,7 +17,7 @@ from dist_ckpt.compat.pipeline_module import (
     stage_of_pipeline,
     stages_of_pipeline,
 )
-from dist_ckpt.errors import PlanError, choices
+from dist_ckpt.errors import PlanError, choices, counted
 from dist_ckpt.names import named_modules, unwrap
 from dist_ckpt.plan import Plan, fold_names
 from dist_ckpt.wrap.module import is_recomputed
@@ -37,7 +37,8 @@ def refuse_other_checkpointing(model: nn.Module) -> None:
             )
     for name, module in named_modules(model):
         if is_recomputed(module):
-            raise PlanError(f"a plan is already applied to this model ({name or 'its root'} recomputes)")
+            where = f"module {name!r}" if name else "its root"
+            raise PlanError(f"a plan is already applied to this model ({where} recomputes)")
         if getattr(module, "gradient_checkpointing", False) is True:
             raise PlanError(
                 f"{name or class_name(module)!r} has its own gradient_checkpointing switched on: switch it off "
@@ -93,7 +94,7 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
         if missing := tuple(block for block in blocks if block not in plan.blocks):
             raise PlanError(
                 f"the plan says nothing about {', '.join(fold_names(missing))}: it was made for a model of "
-                f"{len(plan.blocks)} blocks, and this {model_name} has {len(blocks)}"
+                f"{counted(len(plan.blocks), 'block')}, and this {model_name} has {len(blocks)}"
             )
 
 

@@ -332,7 +332,7 @@ def test_stages_without_blocks_or_layers_have_nothing_to_recompute(found: Found)
 MISTAKES: list[tuple[Any, str]] = [
     ({"mode": "full", "blocks": "Decoderpipe"}, r"did you mean 'DecoderPipe'?"),
     ({"mode": "full", "blocks": "Decoderpipe"}, "DecoderPipe (3)"),
-    ({"mode": "first_n", "n": 2}, "there are 1 blocks in stage 1"),
+    ({"mode": "first_n", "n": 2}, "there is 1 block in stage 1"),
     ({"mode": "per_stage", "per_stage": ["full"]}, "there are 2 stages"),
     ({"mode": "selective_attention", "modules": "atention"}, "did you mean 'attention'"),
     ({"mode": "full", "min_bytes": 8}, "needs a batch"),
@@ -389,6 +389,7 @@ def wrong_ways(rank: int, world: int) -> list[str]:
         lambda: plan_cost(net, plan, ids),
         lambda: apply_plan(net, plan.part(1 - rank)),
         lambda: apply_plan(net_of("tied"), tied),
+        lambda: apply_plan(net, make_plan(net_of("masked"), "full")),
     ]
     return [refused(rank, world, lambda *_, one=one: one()) for one in tries]
 
@@ -396,14 +397,17 @@ def wrong_ways(rank: int, world: int) -> list[str]:
 def test_what_one_stage_cannot_tell_is_refused(found: Found) -> None:
     for rank, messages in enumerate(found(wrong_ways)):
         assert [message.split(":")[0] for message in messages] == [
-            "this PipelineModule holds one stage, so that a batch cannot run through the whole model",
+            "this PipelineModule holds one stage of a model, and a step runs through all of them",
             "this PipelineModule is cut into stages already",
             "this ModuleDict holds a DeepSpeed PipelineModule",
             "this PipelineModule holds one stage of a model, and a step runs through all of them",
             f"this is the plan of stage {1 - rank}, and this rank holds another one",
             "the plan recomputes 'tied_modules.embed', but layer 6 (a TiedLayerSpec with forward_fn) calls a function "
             "with that module and never the module itself",
+            "the plan names '5', and the stages own {0-4}",
         ]
+        assert all("verify the model before it is cut" in messages[n] for n in (0, 3))
+        assert "it is for another model" in messages[-1]
 
 
 def recut(rank: int, world: int) -> list[str]:

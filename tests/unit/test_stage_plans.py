@@ -273,6 +273,19 @@ def test_a_plan_knows_what_it_was_planned_for() -> None:
     apply_plan(Stack(4), dropped)
 
 
+def test_a_single_thing_is_no_plural() -> None:
+    plan = make_plan(Stack(1), "full", stages=stages_for(1))
+    assert "1 region in 1 block, 1 stage\n" in str(plan)
+    cut = make_plan(Stack(2), "full", stages=stages_for(2)).cut(stages_for(1, 1))
+    assert str(cut).endswith("planned for 1 other stage")
+
+
+def test_a_plan_of_more_layers_is_for_another_model() -> None:
+    plan = make_plan(Stack(3), {"mode": "full", "exclude": "blocks.2"}, stages=stages_for(2, 1))
+    with pytest.raises(PlanError, match=r"names 'blocks\.2', and the stages own .*blocks\.\{0-1\}.* another model"):
+        plan.cut(stages_for(1, 1))
+
+
 def test_what_a_cut_cannot_do_is_said() -> None:
     whole = Plan(regions=(Region(("blocks",)),))
     with pytest.raises(PlanError, match=r"'blocks' lies in no stage: one stage has to own it"):

@@ -204,7 +204,7 @@ def test_a_printed_model_shows_its_regions() -> None:
 def test_a_second_application_is_an_error() -> None:
     model = stack("full")
     for again in ("full", "none", "selective_attention"):
-        with pytest.raises(PlanError, match="already applied"):
+        with pytest.raises(PlanError, match=r"already applied to this model \(module '.+' recomputes\)"):
             apply(model, again)
 
 
