@@ -223,7 +223,7 @@ class Engine(ABC):
 
 
 def materialize(model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], None] | None) -> None:
-    """Moves a model to the device; one that is on meta gets memory there and is initialised.
+    """Moves a model to the device; one that is on meta gets memory there and is initialized.
 
     ``Module.to_empty`` gives each user of a tied parameter its own copy, so ties are restored.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dist_ckpt.batch import Batch, count_targets
-from dist_ckpt.engines.base import Engine, StepResult, TrainingOptions, blocks_if_any, refuse_other_meshes
+from dist_ckpt.engines.base import Engine, StepResult, blocks_if_any, refuse_other_meshes
 from dist_ckpt.engines.gradients import LostGradients
 from dist_ckpt.errors import EngineError
 from dist_ckpt.memory.ledger import Owner, owners_of
@@ -26,20 +26,12 @@ from dist_ckpt.wrap.module import why_uncompiled
 class DataParallelEngine(Engine):
     """Engines in which every rank runs the whole model on its own rows."""
 
-    def __init__(
-        self,
-        options: TrainingOptions,
-        device: torch.device,
-        loss_sum: Callable[[nn.Module, Batch], Tensor],
-        initialize: Callable[[nn.Module], None] | None = None,
-    ) -> None:
-        super().__init__(options, device, loss_sum, initialize)
-        self.optimizer: Optimizer
-        self._lost_gradients: LostGradients | None = None
+    optimizer: Optimizer
+    _lost_gradients: LostGradients | None = None
 
     @abstractmethod
     def _build(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        """Shards the model, on the device and initialised if it came without memory; sets ``model``, ``optimizer``."""
+        """Shards the model, on the device and initialized if it came without memory; sets ``model``, ``optimizer``."""
 
     @abstractmethod
     def _update(self, loss: float) -> float:

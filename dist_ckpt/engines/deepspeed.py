@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dist_ckpt.batch import Batch
 from dist_ckpt.compat import deepspeed as compat
 from dist_ckpt.compat import zero
-from dist_ckpt.engines.base import TrainingOptions, materialize
+from dist_ckpt.engines.base import materialize
 from dist_ckpt.engines.data_parallel import DataParallelEngine
 from dist_ckpt.engines.gradients import LostGradients
 from dist_ckpt.engines.optim import build_optimizer
@@ -32,18 +32,9 @@ class DeepSpeedEngine(ToldEngine, DataParallelEngine):
     name = "deepspeed"
     model: Any
     """DeepSpeed's own engine."""
-
-    def __init__(
-        self,
-        options: TrainingOptions,
-        device: torch.device,
-        loss_sum: Callable[[nn.Module, Batch], Tensor],
-        initialize: Callable[[nn.Module], None] | None = None,
-    ) -> None:
-        super().__init__(options, device, loss_sum, initialize)
-        self._reached: Reached | None = None
-        self._norm: float | None = None
-        """Of the last update, where DeepSpeed has none to show."""
+    _reached: Reached | None = None
+    _norm: float | None = None
+    """Of the last update, where DeepSpeed has none to show."""
 
     def refuses(self, plan: Plan) -> list[str]:
         config, problems = self.options.deepspeed, super().refuses(plan)

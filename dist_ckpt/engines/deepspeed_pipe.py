@@ -20,7 +20,6 @@ from dist_ckpt.compat import deepspeed_pipe as pipe
 from dist_ckpt.engines.base import (
     NonFiniteError,
     StepResult,
-    TrainingOptions,
     blocks_if_any,
     materialize,
     refuse_other_meshes,
@@ -48,27 +47,18 @@ class PipelineEngine(ToldEngine):
     """Every rank holds one stage; rank = stage · data ranks + data rank."""
 
     name = "deepspeed_pipe"
-
-    def __init__(
-        self,
-        options: TrainingOptions,
-        device: torch.device,
-        loss_sum: Callable[[nn.Module, Batch], Tensor],
-        initialize: Callable[[nn.Module], None] | None = None,
-    ) -> None:
-        super().__init__(options, device, loss_sum, initialize)
-        self.stages = 1
-        self.stage = 0
-        self.optimizer: Optimizer
-        """Of this stage, as DeepSpeed was given it."""
-        self.deepspeed: Any
-        """DeepSpeed's own engine."""
-        self._layers: LayerList
-        self._lost_gradients: LostGradients | None = None
-        self._reached: Reached | None = None
-        self._shape: tuple[int, ...] | None = None
-        self._output: tuple[tuple[int, ...], torch.dtype] | None = None
-        self._update = _Update()
+    stages = 1
+    stage = 0
+    optimizer: Optimizer
+    """Of this stage, as DeepSpeed was given it."""
+    deepspeed: Any
+    """DeepSpeed's own engine."""
+    _layers: LayerList
+    _update: _Update
+    _lost_gradients: LostGradients | None = None
+    _reached: Reached | None = None
+    _shape: tuple[int, ...] | None = None
+    _output: tuple[tuple[int, ...], torch.dtype] | None = None
 
     @property
     def data_rank(self) -> int:
@@ -93,6 +83,7 @@ class PipelineEngine(ToldEngine):
         self._refuse_plan(plan)
         refuse_other_meshes(model)
         rank, world = dist.get_rank(), dist.get_world_size()
+        self._update = _Update()
         self.stages = len(plan.stages)
         if world % self.stages:
             raise EngineError(f"engine.stages={self.stages} does not divide the {world} ranks")
