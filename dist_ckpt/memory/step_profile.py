@@ -1,0 +1,123 @@
+"""What a deep step has found on one rank: every allocation of one update, by owner, module and phase."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Kind = Literal[
+    "params", "grads", "optimizer", "activations", "recompute", "unsharded", "communication", "temporary", "buffers",
+    "unattributed",
+]  # fmt: skip
+"""What memory is for at a moment of the step, finer than the ledger's categories.
+
+``activations``: kept by forward for backward. ``recompute``: made by a region that runs again. ``unsharded``: whole
+copies of sharded parameters. ``communication``: buckets and buffers of collectives and of pipelines.
+``temporary``: allocated and freed within the step, kept by nobody. ``unattributed``: alive before or after the step,
+and owned by nothing that the engine knows.
+"""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+ByKind = Mapping[Kind, int]
+"""Bytes alive at one moment; every kind is there, and they sum to what the allocator holds."""
+
+Work = Literal["forward", "recompute", "backward"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of the step. Phases follow each other without gaps."""
+
+    name: Literal["forward", "loss", "backward", "optimizer", "other"]
+    """``optimizer``: from the boundary on, clipping included; ``other``: what an engine does between micro-batches."""
+    micro_batch: int | None
+    start_s: float
+    """From the start of the step, as all times."""
+    end_s: float
+    peak_bytes: int
+    at_peak: ByKind
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call of a module, or its share of a backward."""
+
+    module: str
+    """Name in the plain model; ``""`` is the model itself."""
+    work: Work
+    micro_batch: int | None
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Allocations alive at the peak that are alike in all that is said here."""
+
+    kind: Kind
+    module: str | None
+    """In whose call they were made, or whose parameters they belong to; None where no module was running."""
+    source: str
+    """The operation that allocated them (``aten::mm``), the parameter they are of, or, for what nobody owns, who
+    refers to them (``list in train.py:12``)."""
+    shape: tuple[int, ...] | None
+    """None where no operation has told it."""
+    dtype: str | None
+    """``float32``."""
+    nbytes: int
+    """Of all of them together."""
+    count: int
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One update on one rank, from before its first forward until after its optimizer step."""
+
+    rank: int
+    stage: int | None
+    device: str
+    step: int
+    duration_s: float
+    start_bytes: int
+    """Alive before the step."""
+    boundary_bytes: int
+    """Alive at the boundary, after the last backward."""
+    end_bytes: int
+    """Alive after the optimizer step."""
+    peak_bytes: int
+    peak_s: float
+    phase: str
+    """The one in which the peak is."""
+    at_peak: ByKind
+    holdings: tuple[Holding, ...]
+    """Alive at the peak, heaviest first; together with ``rest_bytes`` they are the peak."""
+    rest_bytes: int
+    """Of the peak: holdings too small to be listed."""
+    phases: tuple[Phase, ...]
+    spans: tuple[Span, ...]
+    """Of blocks and of the other modules that stand beside them, in order."""
+    times_s: tuple[float, ...]
+    timeline: Mapping[Kind, tuple[int, ...]]
+    """Bytes of each kind at ``times_s``. Long curves are thinned, and keep their highest moments."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON data."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> StepProfile:
+        """The inverse of :meth:`to_dict`, also after a way through JSON."""
+        holdings = (
+            Holding(**h | {"shape": None if h["shape"] is None else tuple(h["shape"])}) for h in data["holdings"]
+        )
+        made = {
+            "holdings": tuple(holdings),
+            "phases": tuple(Phase(**phase) for phase in data["phases"]),
+            "spans": tuple(Span(**span) for span in data["spans"]),
+            "times_s": tuple(data["times_s"]),
+            "timeline": {kind: tuple(curve) for kind, curve in data["timeline"].items()},
+        }
+        return StepProfile(**{**data, **made})
