@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from dist_ckpt.memory.records import MemoryReport
+from dist_ckpt.memory.step_profile import StepProfile
+from dist_ckpt.report.sinks import Sink
 
 
 class JsonLines:
@@ -32,6 +36,37 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+class RunFiles(Sink):
+    """The files of a run folder that are always written.
+
+    Args:
+        metrics: a line a step.
+        memory: a line a report.
+        profiles: folder for the deep step, a file a rank.
+        after_step: as for :class:`JsonLines`.
+    """
+
+    def __init__(self, metrics: Path, memory: Path, profiles: Path, after_step: int = 0) -> None:
+        self._metrics, self._memory = JsonLines(metrics, after_step), JsonLines(memory, after_step)
+        self._profiles = profiles
+
+    def step(self, line: Mapping[str, float | int]) -> None:
+        self._metrics.write(line)
+
+    def memory(self, report: MemoryReport) -> None:
+        self._memory.write(report.to_dict())
+
+    def profile(self, profiles: Sequence[StepProfile]) -> None:
+        self._profiles.mkdir(exist_ok=True)
+        for profile in profiles:
+            path = self._profiles / f"rank_{profile.rank}.json"
+            path.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
+
+    def finish(self, exit_code: int) -> None:
+        self._metrics.close()
+        self._memory.close()
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

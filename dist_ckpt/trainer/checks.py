@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import ConfigError
@@ -31,6 +32,10 @@ def check_sections(config: Config) -> None:
             f"train.accum_sync={train.accum_sync}: engine={config.engine.name} reduces where DeepSpeed's own boundary "
             "logic says; leave it null"
         )
+    if (deep := config.report.profile_step) is not None and deep > train.steps:
+        raise ConfigError(f"report.profile_step={deep}: the run ends at train.steps={train.steps}")
+    if config.report.html and (missing := [name for name in ("jinja2", "plotly") if find_spec(name) is None]):
+        raise ConfigError(f"report.html=true: needs {' and '.join(missing)}: pip install 'dist_ckpt[report]'")
     if train.resume == "auto" and config.run_dir is None:
         raise ConfigError("train.resume=auto: needs run_dir, the folder to look in; without it each run has a new one")
 

@@ -108,8 +108,15 @@ class TrainConfig(Checked, section="train"):
     check_gradients: bool = True
     """Whether the run stops after its first backward where a parameter has no gradient and would have one without the
     policy."""
+    memory_limit_gib: Positive | None = None
+    """Memory that the process of a rank may hold: on a GPU torch's share of it, on the CPU all of its data. More is out
+    of memory. null: what the device has."""
+    memory_fraction: Annotated[float, Range(above=0, most=1)] | None = None
+    """The same, as a fraction of the device's memory, on the CPU of the machine's."""
 
     def check(self) -> None:
+        if self.memory_limit_gib is not None and self.memory_fraction is not None:
+            raise ConfigError("train.memory_limit_gib and train.memory_fraction: both say the same thing; give one")
         if self.resume not in (None, "auto") and not re.fullmatch(r"step_\d+", PurePath(self.resume).name):
             raise ConfigError(
                 f"train.resume={self.resume}: is not a step_N folder; {choices(self.resume, ('auto', 'null'))}, "
@@ -169,12 +176,31 @@ class DeviceConfig(Checked, section="device"):
     """Set by the group: ``device=cpu``."""
 
 
+class Wandb(Choice):
+    """Whether the run is also recorded by Weights & Biases."""
+
+    disabled = "disabled"
+    offline = "offline"
+    """Into the run folder, without network or account; ``wandb sync`` uploads it."""
+    online = "online"
+
+
 @dataclass
 class ReportConfig(Checked, section="report"):
     """What a run reports about memory."""
 
     every: Size = 10
     """Updates between memory reports of all ranks; the last update is always reported."""
+    profile_step: Size | None = None
+    """The update in which every allocation of every rank is recorded: what fills memory at its worst moment. It takes
+    longer than others. null: none."""
+    html: bool = False
+    """Whether ``report.html`` is written at the end, into the run folder."""
+    wandb: Wandb = Wandb.disabled
+    wandb_project: str = "dist_ckpt"
+    """Project of the Weights & Biases run."""
+    wandb_max_ranks: Size = 16
+    """Ranks up to which each has curves of its own there; of more, the largest, least, mean and heaviest are shown."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_ckpt.batch import Batch
-from dist_ckpt.cost import PlanCost, plan_cost, stage_costs, stage_table
+from dist_ckpt.cost import PlanCost, StageCost, plan_cost, stage_costs, stage_table
 from dist_ckpt.engines import ENGINES, Engine, TrainingOptions
 from dist_ckpt.engines.base import blocks_if_any
 from dist_ckpt.engines.optim import OptimizerOptions
@@ -24,12 +24,14 @@ from dist_ckpt.planning import make_plan
 from dist_ckpt.report.console import Console
 from dist_ckpt.stages import partition
 from dist_ckpt.trainer.checks import check_batch, check_model_sizes
-from dist_ckpt.trainer.config import Config, DeviceType, config_yaml
+from dist_ckpt.trainer.config import Config, DeviceType
 from dist_ckpt.trainer.data import RowDataset, build_data
 from dist_ckpt.trainer.deepspeed import asked_policy, deepspeed_config
+from dist_ckpt.trainer.exits import ExitCode
 from dist_ckpt.trainer.loop import Loop, differences
 from dist_ckpt.trainer.models.source import ModelSource, model_source
 from dist_ckpt.trainer.process import Place, Termination
+from dist_ckpt.trainer.reporting import open_records, wants_prediction, write_start
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -106,14 +108,19 @@ class Job:
         told = self.engine.options.deepspeed
         return tuple(f"{told.path or 'DeepSpeed'}: {note}" for note in told.notes) if told is not None else ()
 
-    def _cost(self) -> str:
-        """Of a micro-batch, and in a pipeline of each stage."""
+    def costs(self) -> tuple[StageCost, ...]:
+        """What the plan costs in each stage, in the only one without a pipeline; before the engine is prepared."""
         sample = Sample.of(self.config, self.source)
         if not self.plan.stages:
-            return str(sample.cost(self.plan))
+            parameters = sum(p.numel() for p in self.model.parameters())
+            return (StageCost(0, sample.cost(self.plan), in_flight=1, parameters=parameters),)
         accum = self.config.resolved_grad_accum(self.config.ranks(self.place.world_size))
-        layers = self.source.layers(sample.model)
-        return f"of each stage\n{stage_table(stage_costs(sample.model, layers, self.plan, sample.batch, accum))}"
+        return stage_costs(sample.model, self.source.layers(sample.model), self.plan, sample.batch, accum)
+
+    def _cost(self) -> str:
+        """Of a micro-batch, and in a pipeline of each stage."""
+        costs = self.costs()
+        return f"of each stage\n{stage_table(costs)}" if self.plan.stages else str(costs[0].micro_batch)
 
 
 def train(job: Job, folder: RunFolder) -> bool:
@@ -133,6 +140,7 @@ def train(job: Job, folder: RunFolder) -> bool:
     console.say(f"data: {job.train_rows.description}")
     for note in job.notes:
         console.say(note)
+    costs = job.costs() if place.rank == 0 and wants_prediction(config) else ()
     seed_rank(config, place.rank)
     job.engine.prepare(job.model, job.plan)
     if config.train.accum_sync == "boundary" and (nbytes := job.engine.accumulation_cost_bytes()):
@@ -144,17 +152,23 @@ def train(job: Job, folder: RunFolder) -> bool:
     loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination())
     loop.resume(restarted=place.restarts > 0)
     if place.rank == 0:  # only now: a state that is refused leaves the folder's earlier run as it was
-        folder.config.write_text(config_yaml(config), encoding="utf-8")
-        folder.plan.write_text(job.plan.to_json(), encoding="utf-8")
-    done = loop.run()
+        write_start(config, folder, job.plan, costs)
+    with open_records(config, folder, place.rank, after_step=loop.step) as records:
+        done = loop.run(records.sinks)
+        _show_end(job, loop, console)
+        records.code = ExitCode.DONE if done else ExitCode.TERMINATED
+    console.say(loop.summary())
+    return done
+
+
+def _show_end(job: Job, loop: Loop, console: Console) -> None:
+    """What the run has found, on the console."""
     if loop.report is not None:
         console.table(loop.report)
         if opaque := job.engine.meter.opaque:
             console.say(f"activations may be higher than shown: what {', '.join(opaque)} may hold cannot be counted")
         if unseen := job.engine.meter.unseen:
             console.say(f"no op rule sees into {', '.join(unseen)}: recomputed as a whole")
-    console.say(loop.summary())
-    return done
 
 
 def seed_rank(config: Config, rank: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from dist_ckpt.engines import Engine, StepResult
 from dist_ckpt.errors import StateError
 from dist_ckpt.memory.meter import gather_report
 from dist_ckpt.memory.records import MemoryReport
+from dist_ckpt.memory.step_profile import StepProfile
 from dist_ckpt.report.console import Console
-from dist_ckpt.report.jsonl import JsonLines
+from dist_ckpt.report.sinks import Sink
 from dist_ckpt.trainer.config import Config
 from dist_ckpt.trainer.data import RowDataset, micro_batch, micro_batches
 from dist_ckpt.trainer.process import Termination
@@ -65,6 +67,10 @@ class Loop:
         """Global index of the next sample; independent of the number of ranks."""
         self.report: MemoryReport | None = None
         """The last one."""
+        self.deep_report: MemoryReport | None = None
+        """The one of the deep step, once it is done."""
+        self.profiles: tuple[StepProfile, ...] = ()
+        """On rank 0: what the deep step has found, a profile a rank."""
         self._first_step = 0
         self._last: StepResult | None = None
         self._saved_at: int | None = None
@@ -100,32 +106,31 @@ class Loop:
                 "that of an uninterrupted run"
             )
 
-    def run(self) -> bool:
+    def run(self, sinks: Sequence[Sink] = ()) -> bool:
         """Trains until the last step, or until a SIGTERM.
+
+        Args:
+            sinks: what takes the records; none on other ranks than 0.
 
         Returns:
             Whether all steps were done.
         """
-        train, first_step = self.config.train, self.step
-        self._first_step = first_step
-        writes = self.rank == 0
-        metrics = JsonLines(self.folder.metrics, first_step) if writes else None
-        memory = JsonLines(self.folder.memory, first_step) if writes else None
-        self.console.start(first_step)
+        train = self.config.train
+        self._first_step = self.step
+        self.console.start(self.step)
         try:
             while self.step < train.steps and not self._asked_to_stop():
                 line = self._step()
-                if metrics is not None and memory is not None:
-                    metrics.write(line)
+                for sink in sinks:
+                    sink.step(line)
                     if self.report is not None and self.report.step == self.step:
-                        memory.write(self.report.to_dict())
+                        sink.memory(self.report)
+                    if self.deep_report is not None and self.deep_report.step == self.step:
+                        sink.profile(self.profiles)
                 if train.save_every and self.step % train.save_every == 0:
                     self.save()
         finally:
             self.console.stop()
-            for file in (metrics, memory):
-                if file is not None:
-                    file.close()
         done = self.step >= train.steps
         if (train.save_every or not done) and self._saved_at != self.step:
             self.save()
@@ -179,17 +184,19 @@ class Loop:
     def _step(self) -> dict[str, float | int]:
         config, number = self.config, self.step + 1
         start = time.perf_counter()
-        measure = number % config.report.every == 0 or number == config.train.steps
+        deep = number == config.report.profile_step
+        measure = deep or number % config.report.every == 0 or number == config.train.steps
         size = config.train.micro_batch
         rank, ranks = self.engine.data_rank, self.engine.data_ranks
         batches = micro_batches(self.train_rows, self.position, rank, ranks, size, self.grad_accum)
-        result = self.engine.train_step(batches, measure=measure)
+        result = self._deep_step(batches) if deep else self.engine.train_step(batches, measure=measure)
         seconds = time.perf_counter() - start
         self._last = result
         self.position += size * ranks * self.grad_accum
         if measure:
             assert self.engine.memory is not None
             self.report = gather_report(self.engine.memory)
+            self.deep_report = self.report if deep else self.deep_report
         line: dict[str, float | int] = {
             "step": number,
             "loss": result.loss,
@@ -205,6 +212,19 @@ class Loop:
             self.console.say(f"step {number}/{config.train.steps}  validation loss {line['eval_loss']:.4f}")
         _log.info("%s", line)
         return line
+
+    def _deep_step(self, batches: Sequence[Batch]) -> StepResult:
+        """An update of which every allocation is recorded; each rank's memory then says what its peak consists of."""
+        with self.engine.meter.profile() as deep:
+            result = self.engine.train_step(batches, measure=True)
+        memory = self.engine.memory
+        assert memory is not None
+        found = deep.memory
+        self.engine.memory = dataclasses.replace(memory, live=found.live, peak=found.peak, at_peak=found.at_peak)
+        profiles: list[StepProfile | None] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(dataclasses.replace(deep.profile, stage=memory.stage), profiles)
+        self.profiles = tuple(profile for profile in profiles or () if profile is not None)
+        return result
 
     def _validation_batches(self) -> Iterator[Batch]:
         """This rank's validation rows, at most all of them once; all ranks yield the same number of micro-batches."""

@@ -41,6 +41,25 @@ class RunFolder:
         return self.path / "memory.jsonl"
 
     @property
+    def profiles(self) -> Path:
+        """A file for each rank, of the deep step."""
+        return self.path / "profile"
+
+    @property
+    def oom(self) -> Path:
+        """A file for each rank that ran out of memory."""
+        return self.path / "oom"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def cost(self) -> Path:
+        """What the plan should cost, by prediction."""
+        return self.path / "cost.json"
+
+    @property
     def states(self) -> Path:
         return self.path / "states"
 

@@ -1,0 +1,81 @@
+"""What a run leaves behind for people: its record files, and what else was asked for. Rank 0 alone writes it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dist_ckpt.report.jsonl import RunFiles
+from dist_ckpt.report.sinks import Sink
+from dist_ckpt.trainer.config import Config, Wandb, config_yaml
+from dist_ckpt.trainer.exits import ExitCode, code_of, root_mistake
+from dist_ckpt.trainer.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from dist_ckpt.cost import StageCost
+    from dist_ckpt.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+
+class Records:
+    """The sinks of a run, and how it ended."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self.sinks = sinks
+        self.code = ExitCode.FAULT
+        """What the sinks are told at the end."""
+
+
+@contextmanager
+def open_records(config: Config, folder: RunFolder, rank: int, after_step: int) -> Iterator[Records]:
+    """Every sink of the run; no sinks on other ranks than 0.
+
+    Args:
+        after_step: on resuming, the last step that counts.
+    """
+    records = Records(_sinks(config, folder, after_step) if rank == 0 else ())
+    try:
+        yield records
+    except BaseException as error:
+        records.code = code_of(root_mistake(error))
+        raise
+    finally:
+        for sink in records.sinks:
+            sink.finish(records.code)
+
+
+def _sinks(config: Config, folder: RunFolder, after_step: int) -> Sequence[Sink]:
+    return (RunFiles(folder.metrics, folder.memory, folder.profiles, after_step),)
+
+
+def wants_prediction(config: Config) -> bool:
+    """Whether somebody will compare what the plan should cost with what it did."""
+    return config.report.html or config.report.wandb is not Wandb.disabled
+
+
+def write_start(config: Config, folder: RunFolder, plan: Plan, costs: Sequence[StageCost]) -> None:
+    """Writes down what is run, and what it should cost if that was asked for."""
+    folder.config.write_text(config_yaml(config), encoding="utf-8")
+    folder.plan.write_text(plan.to_json(), encoding="utf-8")
+    if costs:
+        entries = [_cost_entry(cost, in_pipeline=bool(plan.stages)) for cost in costs]
+        folder.cost.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    else:
+        folder.cost.unlink(missing_ok=True)
+
+
+def _cost_entry(cost: StageCost, in_pipeline: bool) -> dict[str, int | None]:
+    one = cost.micro_batch
+    return {
+        "stage": cost.stage if in_pipeline else None,
+        "in_flight": cost.in_flight,
+        "saved_bytes": cost.saved_bytes,
+        "baseline_saved_bytes": one.baseline_saved_bytes * cost.in_flight,
+        "flops": one.flops,
+        "baseline_flops": one.baseline_flops,
+        "parameters": cost.parameters,
+    }
