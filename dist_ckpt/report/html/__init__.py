@@ -1,0 +1,1 @@
+"""Runs as pages: one HTML file each, which needs nothing else."""

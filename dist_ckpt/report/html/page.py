@@ -1,0 +1,173 @@
+"""One self-contained page: what charts and tables are, and how templates become HTML.
+
+A page holds its own styles and scripts, and a content security policy under which a browser fetches nothing. Colors
+are named once, in ``page.css``, for light and for dark; charts name them as ``$params`` and are drawn again when the
+reader's preference changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from dist_ckpt.memory.records import byte_unit, format_bytes
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A number of bytes in a table: shown in the table's unit, exact for whoever points at it."""
+
+    nbytes: int | None
+
+    @property
+    def text(self) -> str:
+        """With its unit, for prose: ``1.250 GiB``."""
+        return in_bytes(self.nbytes)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a whole; ``0.25`` is shown as 25.0 %."""
+
+    of_one: float
+
+
+Cell = str | int | float | Bytes | Share | None
+"""``None`` is shown as a dash. Floats are shown with four significant digits; write others as text."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells; all bytes in a table have one unit, which its caption names."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    """What the table leaves out."""
+
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.columns) for row in self.rows), (self.caption, self.columns)
+
+    @property
+    def unit(self) -> str | None:
+        """GiB or MiB; None where there are no bytes."""
+        counts = [cell.nbytes for row in self.rows for cell in row if isinstance(cell, Bytes)]
+        return byte_unit(counts) if counts else None
+
+    def is_numeric(self, column: int) -> bool:
+        return all(not isinstance(row[column], str) for row in self.rows)
+
+    def shown(self, cell: Cell) -> str:
+        """A cell's text."""
+        if cell is None:
+            return "-"
+        if isinstance(cell, Bytes):
+            return format_bytes(cell.nbytes, self.unit or "auto")
+        if isinstance(cell, Share):
+            return f"{cell.of_one:.1%}".replace("%", " %")
+        if isinstance(cell, float):
+            return _significant(cell)
+        return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart and the table that says the same."""
+
+    title: str
+    summary: str
+    """What it shows, in a sentence, for those who cannot see it."""
+    figure: Mapping[str, Any]
+    """Plotly's ``data`` and ``layout``; ``$name`` stands for the color ``--name`` of ``page.css``. ``layout.height`` is
+    in pixels."""
+    table: Table
+    note: str = ""
+    """What the chart leaves out."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of several parts of a page of which the reader chooses one."""
+
+    choice: str
+    """What it is called in the list of choices."""
+    parts: tuple[Chart | Table | str, ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure worth reading first."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def render(template: str, **context: Any) -> str:
+    """One HTML page.
+
+    Args:
+        template: a file of ``templates/`` that extends ``base.html.j2``.
+        context: what it names. A name that is missing is an error (:class:`jinja2.UndefinedError`).
+    """
+    environment = Environment(
+        loader=PackageLoader("dist_ckpt.report.html"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters.update(in_bytes=in_bytes, script_json=_script_json)
+    environment.tests.update({kind.__name__.lower(): _is_a(kind) for kind in (Bytes, Chart, Table)})
+    environment.globals.update(plotly=_plotly)
+    return environment.get_template(template).render(context)
+
+
+def in_bytes(nbytes: int | None) -> str:
+    """Bytes for prose.
+
+    >>> in_bytes(3 * 2**29), in_bytes(2**20), in_bytes(None)
+    ('1.500 GiB', '1.000 MiB', '-')
+    """
+    return "-" if nbytes is None else f"{format_bytes(nbytes)} {byte_unit([nbytes])}"
+
+
+def _significant(number: float) -> str:
+    if number and (abs(number) >= 1e15 or abs(number) < 1e-4):
+        return f"{number:.3e}"
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:#.4g}".rstrip(".")
+
+
+def _is_a(kind: type) -> Any:
+    return lambda value: isinstance(value, kind)
+
+
+def _script_json(value: Any) -> Markup:
+    """JSON that cannot end the script element it stands in.
+
+    Raises:
+        ValueError: a number that JSON does not have.
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _plotly() -> Markup:
+    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+
+    return Markup(get_plotlyjs())
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence.
+
+    >>> listed(["a"]), listed(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
