@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	@echo 'Installing into $(VENV): a minute with a CPU build of torch, several with the CUDA build'
 	@$(BIN)/python -m pip install -q -c constraints.txt pip
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c constraints.txt --build-constraint constraints.txt -e '.[train,hf,deepspeed,dev]'
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c constraints.txt --build-constraint constraints.txt -e '.[train,hf,deepspeed,report,wandb,dev]'
 	@touch $@
 
 train: ARGS ?= +ckpt=selective
