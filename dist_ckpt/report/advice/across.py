@@ -1,0 +1,189 @@
+"""What stands out between ranks, in the allocator and in what outlives the step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import median
+
+from dist_ckpt.memory.records import RankMemory
+from dist_ckpt.plan import fold_names
+from dist_ckpt.report.advice.view import LARGE, SHARE, STATES, STRONGER, Advice, View, by_source, size
+
+UNEVEN = 0.10
+"""Of the heaviest rank's peak: shards that do not divide evenly stay well below a tenth."""
+
+DOUBLED = 1.5
+"""Times what an optimizer should hold: halfway to a second copy, and more than padding or scalars explain."""
+
+FRAGMENTED = 0.10
+"""Of what is reserved: the caching allocator keeps a few per cent in reserve in any run."""
+
+ROOM = 0.9
+"""Of a device's memory: what may be planned for, as fragmentation and other processes need the rest."""
+
+LESS_COMPUTE = 0.01
+"""Of the FLOPs of an update: a smaller saving would not be seen."""
+
+
+def _needless(view: View) -> Iterator[Advice]:
+    """Recompute that the device would have room without."""
+    run = view.run
+    of_stage = {cost["stage"]: cost for cost in run.costs}
+    found = [(rank, of_stage.get(rank.stage)) for rank in view.report.ranks]
+    without, limit, saved_flops = 0, math.inf, 0.0
+    for rank, cost in found:
+        if cost is None or rank.capacity is None or cost["flops"] == cost["baseline_flops"] == 0:
+            return
+        more = cost["baseline_saved_bytes"] - cost["saved_bytes"]
+        without = max(without, (rank.reserved or view.peak_of(rank)) + more)
+        limit = min(limit, ROOM * rank.capacity)
+        saved_flops = max(saved_flops, cost["flops"] / cost["baseline_flops"] - 1)
+    if without <= limit and saved_flops >= LESS_COMPUTE:
+        yield Advice(
+            f"there is room to recompute nothing: the peak would be about {size(without)} of "
+            f"{size(limit / ROOM)}, and an update would need up to {saved_flops:.0%} less compute: ckpt=none",
+            None,
+        )
+
+
+def _replicated(view: View) -> Iterator[Advice]:
+    ranks = len(view.report.ranks)
+    states = sum(view.at_peak_of(view.rank)[kind] for kind in STATES)
+    if view.run.engine == "ddp" and ranks > 1 and states >= LARGE * view.peak:
+        yield Advice(
+            f"every rank holds all parameters, gradients and moments, {view.of_peak(states)}: engine=fsdp2 keeps a "
+            f"{ranks}th of them on each rank, and a block or two whole",
+            states * (ranks - 1) // ranks,
+        )
+
+
+def _fragmented(view: View) -> Iterator[Advice]:
+    worst = max(view.report.ranks, key=lambda r: (r.reserved or 0) - (r.peak or 0))
+    if worst.reserved is None or worst.peak is None:
+        return
+    cached = worst.reserved - worst.peak
+    if cached >= FRAGMENTED * worst.reserved:
+        retried = f", and had to be given back {worst.alloc_retries} times" if worst.alloc_retries else ""
+        yield Advice(
+            f"rank {worst.rank} reserves {size(cached)} more than tensors need at the peak "
+            f"({cached / worst.reserved:.0%} of {size(worst.reserved)}){retried}: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator use it",
+            cached,
+        )
+
+
+def _uneven_ranks(view: View) -> Iterator[Advice]:
+    for stage in sorted({r.stage for r in view.report.ranks}, key=lambda s: -1 if s is None else s):
+        ranks = [r for r in view.report.ranks if r.stage == stage]
+        heaviest = max(ranks, key=view.peak_of)
+        others = [r for r in ranks if r is not heaviest]
+        if not others:
+            continue
+        usual = median(map(view.peak_of, others))
+        more = view.peak_of(heaviest) - usual
+        if more < UNEVEN * view.peak_of(heaviest) or not usual:
+            continue
+        kind = _differing(view, heaviest, min(others, key=lambda r: abs(view.peak_of(r) - usual)))
+        remedies: dict[str, str] = {
+            "unattributed": "something there holds on to tensors",
+            **dict.fromkeys(STATES, "it holds more of the model than the others"),
+        }
+        remedy = remedies.get(kind, "give every rank micro-batches of the same rows and tokens")
+        here = f" of stage {stage}" if stage is not None else ""
+        yield Advice(
+            f"the peak of rank {heaviest.rank} is {size(view.peak_of(heaviest))}, {more / usual:.0%} above the other "
+            f"ranks{here} ({size(usual)}), most of it {kind}: {remedy}",
+            int(more),
+        )
+
+
+def _uneven_stages(view: View) -> Iterator[Advice]:
+    heaviest_of: dict[int, RankMemory] = {}
+    for rank in view.report.ranks:
+        if rank.stage is not None:
+            heaviest_of[rank.stage] = max(heaviest_of.get(rank.stage, rank), rank, key=view.peak_of)
+    if len(heaviest_of) < 2:
+        return
+    heaviest, second = sorted(heaviest_of.values(), key=view.peak_of, reverse=True)[:2]
+    assert heaviest.stage is not None, "it has one"
+    gain = view.peak_of(heaviest) - view.peak_of(second)
+    if gain < UNEVEN * view.peak_of(heaviest):
+        return
+    what = (
+        f"stage {heaviest.stage} has a peak of {size(view.peak_of(heaviest))}, "
+        f"{gain / view.peak_of(second):.0%} above the next one, stage {second.stage} "
+        f"({size(view.peak_of(second))}), most of it {_differing(view, heaviest, second)}"
+    )
+    modes, at_peak = list(view.run.modes), view.at_peak_of(heaviest)
+    stronger = STRONGER.get(modes[heaviest.stage]) if heaviest.stage < len(modes) else None
+    if at_peak["activations"] + at_peak.get("recompute", 0) < gain:
+        yield Advice(f"{what}: engine.partition moves blocks to other stages", gain)
+    elif stronger is None:
+        yield Advice(f"{what}: engine.partition moves blocks to other stages, which have room", gain)
+    else:
+        modes[heaviest.stage] = stronger
+        yield Advice(f"{what}: 'ckpt.per_stage=[{','.join(modes)}]' recomputes more where it counts", gain)
+
+
+def _unattributed(view: View) -> Iterator[Advice]:
+    """What nobody owns, by who holds it."""
+    holders: dict[str, dict[int, int]] = defaultdict(dict)
+    for number, profile in view.profiles.items():
+        for source, nbytes in by_source(h for h in profile.holdings if h.kind == "unattributed").items():
+            if nbytes >= SHARE * profile.peak_bytes:
+                holders[source][number] = nbytes
+    for source, by_rank in holders.items():
+        most = max(by_rank.values())
+        ranks = fold_names(tuple(map(str, sorted(by_rank))))[0]
+        where = f" on rank{'s'[: len(by_rank) > 1]} {ranks.strip('{}')}" if len(view.report.ranks) > 1 else ""
+        yield Advice(
+            f"{size(most)} that no part of the training owns is held by {source}{where}, before or after the step: "
+            "let go of it, or move it to the host",
+            most,
+        )
+    if not view.profiles and view.matters(unknown := view.rank.unattributed or 0):
+        yield Advice(
+            f"{view.of_peak(unknown)} is owned by nothing that is known{view.where}: report.profile_step=N names what "
+            "holds it",
+            unknown,
+        )
+
+
+def _doubled_optimizer(view: View) -> Iterator[Advice]:
+    """More state than AdamW's: a copy, or the state of a second optimizer.
+
+    Compared with the gradients at the boundary, which are sharded as the moments are, and in the dtype that is reduced:
+    two moments to an fp32 gradient, three with DeepSpeed's fp32 masters, six to a bf16 gradient.
+    """
+    engine, rank = view.run.engine, max(view.report.ranks, key=lambda r: r.optimizer)
+    if not rank.grads or (engine is None and not view.profiles):
+        return
+    profile = view.profiles.get(rank.rank)
+    if engine is None:
+        held = [h for h in profile.holdings if h.kind in ("params", "grads")] if profile is not None else []
+        low = any(h.dtype in ("bfloat16", "float16") for h in held)
+        usual = 6 if low else 2
+    elif str(engine).startswith("deepspeed"):
+        usual = 6 if view.run.get("train.precision") == "bf16" else 3
+    else:
+        usual = 2
+    expected = usual * rank.grads
+    if rank.optimizer > DOUBLED * expected and view.matters(rank.optimizer - expected):
+        yield Advice(
+            f"the optimizer of rank {rank.rank} holds {size(rank.optimizer)}, {rank.optimizer / rank.grads:.1f} times "
+            f"its gradients, and AdamW {usual} times: a copy of it, or that of a second one, is among it; drop it",
+            rank.optimizer - expected,
+        )
+
+
+def _differing(view: View, heavy: RankMemory, light: RankMemory) -> str:
+    """The kind of memory by which two ranks differ most at their peaks."""
+    one, other = view.at_peak_of(heavy), view.at_peak_of(light)
+    return max(one, key=lambda kind: one[kind] - other.get(kind, 0))
+
+
+RULES = (
+    _needless, _replicated, _fragmented, _uneven_ranks, _uneven_stages, _unattributed, _doubled_optimizer,
+)  # fmt: skip

@@ -1,0 +1,237 @@
+"""What the worst moment of the heaviest rank consists of, and what would lower it. Each rule needs a deep step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from dist_ckpt.memory.step_profile import KINDS, Kind, Phase, StepProfile
+from dist_ckpt.report.advice.view import LARGE, STRONGER, Advice, View, by_source, size
+
+FEW_ACTIVATIONS = 0.10
+"""Of the peak: with fewer activations than a tenth, recomputing all of them would hardly be noticed."""
+
+_WHAT_LOWERS: dict[Kind, str] = {
+    "params": "parameters (engine=fsdp2, more ranks)",
+    "grads": "gradients (engine=fsdp2, more ranks)",
+    "optimizer": "the optimizer's state (engine=fsdp2, more ranks)",
+    "activations": "train.micro_batch",
+    "recompute": "train.micro_batch",
+    "unsharded": "unsharded parameters (smaller blocks, fewer of them in a segment)",
+    "communication": "communication buffers (bucket sizes)",
+    "temporary": "temporary results (train.micro_batch, model.loss=chunked)",
+    "buffers": "the model's buffers",
+    "unattributed": "what nobody owns",
+}
+
+LOSS_PIECES = 8
+"""Into which a loss is advised to be cut: an eighth of the logits is left, and each piece is still a large product."""
+
+
+def _logits(view: View) -> Iterator[Advice]:
+    """Results of the head for a whole micro-batch, their softmax and their gradients."""
+    profile, run = view.profile, view.run
+    if profile is None:
+        return
+    losses = (h for h in profile.holdings if h.shape and "log_softmax" in h.source)
+    classes = run.get("model.vocab_size") or next((h.shape[-1] for h in losses if h.shape), None)
+    held = [
+        h
+        for h in profile.holdings
+        if h.shape and len(h.shape) > 1 and h.shape[-1] == classes
+        if h.kind in ("activations", "recompute", "temporary") and view.block_of(h.module) is None
+    ]
+    nbytes = sum(h.nbytes for h in held)
+    if not held:
+        return
+    heads = {h.module for h in held if h.module}
+    rows = max(math.prod(h.shape[:-1]) for h in held if h.shape)
+    micro_batch = run.get("train.micro_batch")
+    if run.get("model.kind") == "decoder":
+        left, chunk = 1 / LOSS_PIECES, max(rows // LOSS_PIECES, 1)
+        chunked = "" if run.get("model.loss") == "chunked" else "model.loss=chunked "
+        remedy = f"{chunked}model.loss_chunk={chunk} keeps an eighth of it and computes the head twice"
+    elif micro_batch is not None and micro_batch > 1:
+        left = (micro_batch // 2) / micro_batch
+        remedy = f"train.micro_batch={micro_batch // 2} with more train.grad_accum halves it"
+    else:
+        left = 1 / LOSS_PIECES
+        remedy = "a loss in pieces, as torch.nn.functional.linear_cross_entropy computes it, keeps a part of it"
+    gain = _gain(profile, nbytes * (1 - left), _lifetimes(profile, heads))
+    if view.matters(gain):
+        shape = " × ".join(map(str, max(held, key=lambda h: h.nbytes).shape or ()))
+        yield Advice(
+            f"logits ({shape}), with what the loss makes of them, are {view.of_peak(nbytes)}{view.where}: {remedy}",
+            gain,
+        )
+
+
+def _attention_scores(view: View) -> Iterator[Advice]:
+    profile, seq = view.profile, view.run.get("train.seq_len")
+    if profile is None or view.run.get("model.attention") != "eager":
+        return
+    nbytes = sum(
+        h.nbytes
+        for h in profile.holdings
+        if h.kind in ("activations", "recompute", "temporary") and h.shape and h.shape[-2:] == (seq, seq)
+    )
+    if view.matters(nbytes):
+        yield Advice(
+            f"attention scores (…, {seq} × {seq}) are {view.of_peak(nbytes)}{view.where}: model.attention=sdpa "
+            "computes attention without them",
+            nbytes,
+        )
+
+
+def _optimizer_step(view: View) -> Iterator[Advice]:
+    """What only the optimizer step allocates, where that is the worst moment."""
+    profile = view.profile
+    if profile is None or profile.phase != "optimizer":
+        return
+    sources = by_source(h for h in profile.holdings if h.kind == "temporary")
+    nbytes = profile.at_peak["temporary"]
+    gain = min(nbytes, profile.peak_bytes - _highest(p for p in profile.phases if p.name != "optimizer"))
+    if not view.matters(gain) or not sources:
+        return
+    source = max(sources, key=lambda name: sources[name])
+    what = f"the peak is in the optimizer step, of which {view.of_peak(nbytes)} is temporary{view.where}"
+    if "_foreach_" in source:
+        yield Advice(
+            f"{what} ({source}): AdamW(fused=True) needs none of it, foreach=False a parameter's at a time", gain
+        )
+    else:
+        yield Advice(f"{what}, most of it allocated by {source}: do it in pieces, or in place", gain)
+
+
+def _unsharded_gradients(view: View) -> Iterator[Advice]:
+    run = view.run
+    if run.get("train.accum_sync") != "boundary" or run.engine not in ("fsdp1", "fsdp2") or not run.accumulates:
+        return
+    if view.profile is not None:
+        nbytes = view.profile.at_peak["grads"] - view.rank.grads
+    else:
+        nbytes = 4 * sum(cost["parameters"] for cost in run.costs)
+    if view.matters(nbytes):
+        yield Advice(
+            f"train.accum_sync=boundary keeps {view.of_peak(nbytes)} of unsharded gradients{view.where}: "
+            "train.accum_sync=every frees them, for a reduction each micro-batch",
+            nbytes,
+        )
+
+
+def _whole_blocks(view: View) -> Iterator[Advice]:
+    """Blocks of a segment, all of them unsharded while it runs again."""
+    profile, run = view.profile, view.run
+    if profile is None or run.segment < 2:
+        return
+    sizes: dict[str, int] = defaultdict(int)
+    for h in profile.holdings:
+        block = view.block_of(h.module)
+        if h.kind == "unsharded" and block is not None:
+            sizes[block] += h.nbytes
+    # Two are there in any case: the one at work, and the next one, which is fetched ahead.
+    gain = sum(sizes.values()) - 2 * max(sizes.values(), default=0)
+    if view.matters(gain):
+        half = f"ckpt.k={run.segment // 2} has fewer of them, " if run.segment > 3 else ""
+        yield Advice(
+            f"segments of {run.segment} blocks hold {len(sizes)} unsharded blocks at once, "
+            f"{view.of_peak(sum(sizes.values()))}{view.where}: {half}ckpt=full has one or two and keeps each block's "
+            "input",
+            gain,
+        )
+
+
+def _few_activations(view: View) -> Iterator[Advice]:
+    """That no policy will lower this peak."""
+    profile = view.profile
+    if profile is None:
+        return
+    nbytes = profile.at_peak["activations"] + profile.at_peak["recompute"]
+    if nbytes >= FEW_ACTIVATIONS * view.peak:
+        return
+    kind = max(KINDS, key=lambda k: profile.at_peak[k])
+    yield Advice(
+        f"activations are only {nbytes / view.peak:.0%} of the peak{view.where}, which is in the {_moment(profile)}: "
+        f"recompute cannot save more than {size(nbytes)}, so first lower {_WHAT_LOWERS[kind]}, of which there are "
+        f"{size(profile.at_peak[kind])}",
+        None,
+    )
+
+
+def _policy_that_keeps_less(view: View) -> Iterator[Advice]:
+    """What blocks keep where they are not recomputed whole, or make where they are."""
+    profile, run = view.profile, view.run
+    if profile is None or run.plan is None:
+        return
+    mode = run.mode_of(view.rank.stage)
+    stronger = STRONGER.get(mode)
+    kind: Kind = "recompute" if mode in ("full", "segments") else "activations"
+    nbytes = sum(h.nbytes for h in profile.holdings if h.kind == kind and view.block_of(h.module) is not None)
+    gain = _gain(profile, nbytes, _lifetimes(profile, view.blocks))
+    if stronger is None or gain < LARGE * view.peak:
+        return
+    what = f"{view.of_peak(nbytes)}{view.where}, with ckpt={mode}"
+    if kind == "recompute":
+        key = _policy(view, "nested", {"k": "1", "inner": "[attention,mlp]"} if mode == "full" else {})
+        text = f"what blocks compute again is {what}: {key} does it in smaller pieces, and recomputes more"
+    else:
+        less = (
+            "keeps less, ckpt=full only the blocks' inputs" if stronger != "full" else "keeps only the blocks' inputs"
+        )
+        text = f"what blocks keep for backward is {what}: {_policy(view, stronger)} {less}"
+    yield Advice(f"{text}; launch/sweep.py measures what each policy costs", gain)
+
+
+def _lifetimes(profile: StepProfile, modules: Iterable[str]) -> list[tuple[float, float]]:
+    """For each micro-batch, from the forward of some modules until their backward has ended."""
+    wanted = set(modules)
+    times: dict[int | None, list[float]] = defaultdict(list)
+    for span in profile.spans:
+        if span.module in wanted:
+            times[span.micro_batch] += (span.start_s, span.end_s)
+    return [(min(found), max(found)) for found in times.values()]
+
+
+def _gain(profile: StepProfile, nbytes: float, alive: Sequence[tuple[float, float]]) -> int:
+    """How far the peak falls without some bytes: to the highest moment at which they were not alive, at most.
+
+    Args:
+        alive: from when to when they are, in seconds of the step; none where it is not known.
+    """
+    if not alive:
+        return int(nbytes)
+    totals = zip(profile.times_s, zip(*profile.timeline.values(), strict=True), strict=True)
+    beside = [sum(kinds) for time, kinds in totals if not any(start <= time <= end for start, end in alive)]
+    return int(min(nbytes, profile.peak_bytes - max(beside, default=0)))
+
+
+def _policy(view: View, mode: str, options: Mapping[str, str] | None = None) -> str:
+    """The keys that give the heaviest rank's stage another policy."""
+    modes, options = list(view.run.modes), options or {}
+    if view.run.engine is None:
+        return f"the policy {mode!r}"
+    if len(modes) == 1:
+        return " ".join([f"ckpt={mode}", *(f"ckpt.{name}={value}" for name, value in options.items())])
+    inside = ", ".join([f"mode: {mode}", *(f"{name}: {value}" for name, value in options.items())])
+    modes[view.rank.stage or 0] = f"{{{inside}}}" if options else mode
+    return f"'ckpt.per_stage=[{','.join(modes)}]'"
+
+
+def _moment(profile: StepProfile) -> str:
+    return {"optimizer": "optimizer step", "other": "engine's own work"}.get(profile.phase, profile.phase)
+
+
+def _highest(phases: Iterable[Phase]) -> int:
+    return max((phase.peak_bytes for phase in phases), default=0)
+
+
+RULES = (
+    _logits,
+    _attention_scores,
+    _optimizer_step,
+    _unsharded_gradients,
+    _whole_blocks,
+    _few_activations,
+    _policy_that_keeps_less,
+)

@@ -1,0 +1,118 @@
+"""The records as the rules of advice look at them, and the shares below which they say nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format_bytes
+from dist_ckpt.memory.step_profile import KINDS, Holding, Kind, StepProfile
+from dist_ckpt.report.advice.facts import RunFacts
+
+SHARE = 0.05
+"""Of the peak: less than a twentieth is not worth a change. Batches of other lengths and an allocator's rounding move
+a peak by about as much."""
+
+LARGE = 0.25
+"""Of the peak: from a quarter on, what a kind of memory holds decides which policy is right."""
+
+STATES: tuple[Kind, ...] = ("params", "grads", "optimizer")
+
+STRONGER = {
+    "none": "selective", "every_k": "full", "first_n": "full", "selective": "full", "selective_attention": "full",
+    "offload": "full", "full": "nested", "segments": "nested",
+}  # fmt: skip
+"""The next policy that keeps less."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to try."""
+
+    text: str
+    """What is there, and what to do."""
+    gain_bytes: int | None
+    """How far the peak of the rank that it is about would fall at most; None where it is no matter of bytes, or where
+    they cannot be told before it is tried."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The records, seen from the heaviest rank."""
+
+    report: MemoryReport
+    profiles: Mapping[int, StepProfile]
+    run: RunFacts
+    rank: RankMemory
+    """The heaviest one."""
+
+    @staticmethod
+    def of(report: MemoryReport, profiles: Sequence[StepProfile], run: RunFacts) -> View:
+        by_rank = {profile.rank: profile for profile in profiles}
+        deep = [rank for rank in report.ranks if rank.rank in by_rank]
+        heaviest = max(deep, key=lambda r: by_rank[r.rank].peak_bytes) if deep else report.heaviest
+        return View(report, by_rank, run, heaviest)
+
+    @property
+    def profile(self) -> StepProfile | None:
+        return self.profiles.get(self.rank.rank)
+
+    @property
+    def peak(self) -> int:
+        return self.peak_of(self.rank)
+
+    def peak_of(self, rank: RankMemory) -> int:
+        """The measured peak, or what is accounted where nothing can say it."""
+        profile = self.profiles.get(rank.rank)
+        known = profile.peak_bytes if profile is not None else rank.peak
+        return known if known is not None else rank.accounted or 0
+
+    def at_peak_of(self, rank: RankMemory) -> Mapping[str, int]:
+        """Bytes by kind at the peak, or by category where there was no deep step."""
+        profile = self.profiles.get(rank.rank)
+        if profile is not None:
+            return {kind: profile.at_peak[kind] for kind in KINDS}
+        if rank.at_peak is not None:
+            return {kind: count for kind, count in rank.at_peak.items() if kind != "phase"}
+        return {kind: getattr(rank, kind) or 0 for kind in (*STATES, "activations", "other")}
+
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        """The model's blocks: the plan's, or what runs under numbered names where nothing is recomputed."""
+        if self.run.plan is not None and self.run.plan.blocks:
+            return frozenset(self.run.plan.blocks)
+        ran = {span.module for profile in self.profiles.values() for span in profile.spans}
+        return frozenset(name for name in ran if name.rpartition(".")[2].isdecimal())
+
+    def block_of(self, module: str | None) -> str | None:
+        """The block that a module is, or lies in."""
+        parts = (module or "").split(".")
+        return next((b for n in range(len(parts), 0, -1) if (b := ".".join(parts[:n])) in self.blocks), None)
+
+    def matters(self, nbytes: float) -> bool:
+        return nbytes >= SHARE * self.peak
+
+    def of_peak(self, nbytes: float) -> str:
+        """``1.250 GiB (40% of the peak)``."""
+        return f"{size(nbytes)} ({nbytes / self.peak:.0%} of the peak)"
+
+    @property
+    def where(self) -> str:
+        """`` on rank 3``; nothing where there is one rank."""
+        return f" on rank {self.rank.rank}" if len(self.report.ranks) > 1 else ""
+
+
+def by_source(holdings: Iterable[Holding]) -> dict[str, int]:
+    """Bytes by what allocated or holds them."""
+    found: dict[str, int] = defaultdict(int)
+    for holding in holdings:
+        found[holding.source] += holding.nbytes
+    return found
+
+
+def size(nbytes: float) -> str:
+    """``1.250 GiB``."""
+    unit = byte_unit([int(nbytes)])
+    return f"{format_bytes(int(nbytes), unit)} {unit}"
