@@ -60,6 +60,12 @@ class RankMemory:
             return None
         return self.params + self.grads + self.optimizer + self.activations + self.other
 
+    @property
+    def headroom(self) -> int | None:
+        """What was left of the device's memory when the allocator held the most; what others use is not taken off."""
+        held = max((count for count in (self.reserved, self.peak) if count is not None), default=None)
+        return None if self.capacity is None or held is None else self.capacity - held
+
     def to_dict(self) -> dict[str, Any]:
         """JSON data, the derived figures included."""
         return dataclasses.asdict(self) | {"unattributed": self.unattributed, "accounted": self.accounted}

@@ -1,6 +1,8 @@
-"""The console: a progress bar on a terminal, otherwise one line per step, and a table of all ranks at the end."""
+"""The console: a progress bar on a terminal, otherwise one line per step; at the end tables of all ranks and advice."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console as RichConsole
@@ -8,6 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format_bytes
+from dist_ckpt.memory.step_profile import KINDS
+from dist_ckpt.report.advice import Advice
 
 
 class Console:
@@ -54,26 +58,56 @@ class Console:
         """Prints the memory of all ranks, without columns that are empty on every rank."""
         self._console.print(memory_table(report), crop=False)
 
+    def peaks(self, report: MemoryReport) -> None:
+        """Prints what fills memory at the peak of each rank, where a deep step has found it."""
+        if any(rank.at_peak is not None for rank in report.ranks):
+            self._console.print(peak_table(report), crop=False)
+
+    def advise(self, found: Sequence[Advice]) -> None:
+        """Prints what to try next."""
+        if not found:
+            return
+        unit = byte_unit([one.gain_bytes for one in found])
+        self.say(f"what to try next, and by how much the peak would fall at most, {unit}")
+        for one in found:
+            self.say(f"  {format_bytes(one.gain_bytes, unit):>9}  {one.text}")
+
 
 def memory_table(report: MemoryReport) -> Table:
     """The memory of each rank by category, in GiB or MiB."""
     owned = ("params", "grads", "optimizer", "activations", "offloaded", "other")
     shown = [
         c
-        for c in (*owned, "accounted", "unattributed", "peak", "reserved")
+        for c in (*owned, "accounted", "unattributed", "peak", "reserved", "headroom")
         if any(getattr(r, c) is not None for r in report.ranks)
     ]
     unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])
-    table = Table(title=f"memory per rank at step {report.step}, {unit}", box=box.SIMPLE_HEAD, title_justify="left")
+    rows = [[format_bytes(getattr(r, c), unit) for c in shown] for r in report.ranks]
+    return _table(f"memory per rank at step {report.step}, {unit}", report, shown, rows)
+
+
+def peak_table(report: MemoryReport) -> Table:
+    """The peak of each rank in GiB or MiB, its phase, and the share that each kind of memory has of it."""
+    unit = byte_unit([rank.peak for rank in report.ranks])
+    at_peak = [rank.at_peak or {} for rank in report.ranks]
+    kinds = [kind for kind in KINDS if any(found.get(kind) for found in at_peak)]
+    rows = []
+    for rank, found in zip(report.ranks, at_peak, strict=True):
+        shares = [f"{found[kind] / rank.peak:.1%}" if found and rank.peak else "-" for kind in kinds]
+        rows.append([format_bytes(rank.peak, unit), found.get("phase", "-"), *shares])
+    title = f"at the peak of step {report.step}, {unit} and shares"
+    return _table(title, report, ["peak", "phase", *kinds], rows)
+
+
+def _table(title: str, report: MemoryReport, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A row a rank, after the columns that say which it is."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     places = ("rank", "stage") if any(r.stage is not None for r in report.ranks) else ("rank",)
-    rows = [
-        [*(str(getattr(r, p)) for p in places), *(format_bytes(getattr(r, c), unit) for c in shown)]
-        for r in report.ranks
-    ]
-    for name, *cells in zip((*places, *shown), *rows, strict=True):
+    whole = [[*(str(getattr(r, p)) for p in places), *row] for r, row in zip(report.ranks, rows, strict=True)]
+    for name, *cells in zip((*places, *columns), *whole, strict=True):
         # rich assumes that a pipe is 80 columns wide, and would truncate numbers to fit.
         table.add_column(name, justify="right", min_width=max(map(len, (name, *cells))))
-    for row in rows:
+    for row in whole:
         table.add_row(*row)
     return table
 

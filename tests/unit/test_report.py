@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from rich.console import Console as RichConsole
 
 from dist_ckpt.memory.records import MemoryReport, RankMemory
+from dist_ckpt.memory.step_profile import KINDS
+from dist_ckpt.report.advice import Advice
 from dist_ckpt.report.console import Console
 from dist_ckpt.report.jsonl import JsonLines, read_json_lines
 
@@ -93,6 +96,40 @@ def test_activations_that_were_not_measured_are_a_dash() -> None:
     assert text.getvalue().endswith("memory -\n")
     console.step(8, 3.0, 0.5, 1.0, None)
     assert text.getvalue().endswith("1 tokens/s\n")
+
+
+def test_what_is_left_of_a_device_has_a_column_where_its_size_is_known() -> None:
+    console, text = spoken()
+    one = report(MIB, count=1, peak=2 * GIB).ranks[0]
+    console.table(MemoryReport(7, (dataclasses.replace(one, reserved=3 * GIB, capacity=8 * GIB),)))
+    assert text.getvalue().splitlines()[2].split()[-1] == "headroom"
+    assert text.getvalue().splitlines()[4].split()[-2:] == ["3.000", "5.000"]
+    assert (
+        one.headroom is None and dataclasses.replace(one, capacity=8 * GIB, peak=None, reserved=None).headroom is None
+    )
+
+
+def test_peaks_are_shown_by_phase_and_by_the_shares_of_what_fills_them() -> None:
+    console, text = spoken()
+    first, second = report(MIB, peak=200 * MIB).ranks
+    found = {"phase": "backward", **dict.fromkeys(KINDS, 0), "params": 50 * MIB, "activations": 150 * MIB}
+    console.peaks(MemoryReport(7, (first, second)))
+    assert text.getvalue() == ""
+    console.peaks(MemoryReport(7, (dataclasses.replace(first, at_peak=found), second)))
+    title, _, head, _, *rows = [line.split() for line in text.getvalue().splitlines()]
+    assert " ".join(title) == "at the peak of step 7, MiB and shares"
+    assert head == ["rank", "peak", "phase", "params", "activations"]
+    assert rows[:2] == [["0", "200.000", "backward", "25.0%", "75.0%"], ["1", "200.000", "-", "-", "-"]]
+
+
+def test_advice_is_printed_below_with_what_it_gains() -> None:
+    console, text = spoken()
+    console.advise(())
+    assert text.getvalue() == ""
+    console.advise((Advice("do [this]", 1234 * MIB), Advice("or that", None)))
+    title, *lines = text.getvalue().splitlines()
+    assert title.endswith("at most, GiB")
+    assert lines == ["      1.205  do [this]", "          -  or that"]
 
 
 def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
