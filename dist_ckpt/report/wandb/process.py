@@ -1,0 +1,237 @@
+"""The process that talks to W&B: a line of JSON for each record comes in, and what the user has to know goes out."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from dist_ckpt.report.jsonl import read_json_lines
+from dist_ckpt.report.wandb.log import last_step, logs
+from dist_ckpt.report.wandb.metrics import (
+    CATEGORIES,
+    line_metrics,
+    memory_metrics,
+    peak_table,
+    rank_table,
+    stacks,
+)
+
+if TYPE_CHECKING:
+    import wandb
+
+_CONNECT_S, _UPLOAD_S = 12, 25
+"""Before a run becomes an offline one; for what is left at its end. Below the trainer's patience."""
+_OUT_OF_MEMORY = 3
+_KILLED = 1
+"""What a run is told to have ended with if nobody says so."""
+_ARTIFACT = ("config.yaml", "plan.json", "cost.json", "metrics.jsonl", "memory.jsonl", "report.html")
+
+
+def main() -> None:
+    """Runs until the trainer says that the run has ended, or is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)  # the trainer ends its run, and then this
+    records, messages = _take_over_streams()
+    start = json.loads(records.readline())
+    sys.argv[:] = start["argv"]  # W&B notes the command
+    folder = Path(start["folder"])
+    tempfile.tempdir = str(folder / "wandb" / "tmp")
+    os.makedirs(tempfile.tempdir, exist_ok=True)
+
+    def warn(text: str) -> None:
+        messages.write(text + "\n")
+        messages.flush()
+
+    try:
+        _record(start, folder, map(json.loads, records), warn)
+    except Exception as error:
+        traceback.print_exc()
+        warn(f"recording has ended: {_first_line(error)}")
+    finally:
+        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+
+
+def _take_over_streams() -> tuple[TextIO, TextIO]:
+    """Records and messages on descriptors of their own; what W&B and its service print goes to the log with errors."""
+    records, messages = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return records, messages
+
+
+def _record(
+    start: Mapping[str, Any], folder: Path, records: Iterable[Mapping[str, Any]], warn: Callable[[str], None]
+) -> None:
+    try:
+        import wandb
+    except ImportError as error:
+        warn(f"not recorded: {error}; pip install 'dist_ckpt[wandb]'")
+        return
+
+    seen = last_step(folder, start["id"])
+    run = _open_run(start, folder, warn)
+    curves = Curves(run, seen, start["world_size"], start["max_ranks"])
+    code = _KILLED
+    for record in itertools.chain(_earlier(folder, start["after_step"]), records):
+        if "finish" in record:
+            code = record["finish"]
+            break
+        curves.take(record)
+    curves.end(code, folder)
+    try:
+        run.finish(exit_code=code)
+    except TimeoutError:
+        path = logs(folder, start["id"])[-1].parent
+        warn(f"not all was uploaded within {_UPLOAD_S} s; the rest with: wandb sync {path}")
+    wandb.teardown(exit_code=code)
+
+
+def _open_run(start: Mapping[str, Any], folder: Path, warn: Callable[[str], None]) -> wandb.Run:
+    """Online if that is asked for and works, else offline."""
+    import wandb
+
+    def attempt(mode: Literal["online", "offline"]) -> wandb.Run:
+        settings = wandb.Settings(
+            mode=mode,
+            root_dir=str(folder),
+            silent=True,  # nor does it prompt then
+            console="off",
+            label_disable=True,
+            save_code=False,
+            disable_code=True,
+            program=start["argv"][0],
+            init_timeout=_CONNECT_S,
+            finish_timeout=_UPLOAD_S,
+            finish_timeout_raises=True,
+            stop_fn=lambda: os.kill(start["trainer"], signal.SIGTERM),  # "stop run" on the web saves and ends the job
+            x_stats_pid=start["trainer"],
+            x_transaction_log_flush_interval=1.0,
+        )
+        wandb.setup(settings)  # before init: what init itself says is silent only then (wandb 0.31)
+        plan = folder / "plan.json"
+        return wandb.init(
+            settings=settings,
+            project=start["project"],
+            id=start["id"],
+            name=folder.name,
+            resume="allow",
+            config={**start["config"], "plan": json.loads(plan.read_text()) if plan.exists() else None},
+        )
+
+    if start["mode"] == "offline":
+        return attempt("offline")
+    try:
+        return attempt("online")
+    except Exception as error:
+        traceback.print_exc()
+        wandb.teardown()
+        run = attempt("offline")
+        path = logs(folder, start["id"])[-1].parent
+        warn(f"{_first_line(error)}; recorded offline, upload with: wandb sync {path}")
+        return run
+
+
+def _earlier(folder: Path, after_step: int) -> Iterable[Mapping[str, Any]]:
+    """The records of earlier starts that count: W&B may lack some, after a kill or if it was not asked for then."""
+    found = {name: folder / f"{name}.jsonl" for name in ("metrics", "memory")}
+    lines, reports = (
+        [record for record in read_json_lines(path) if record["step"] <= after_step] if path.exists() else []
+        for path in found.values()
+    )
+    by_step = {report["step"]: report for report in reports}
+    for line in lines:
+        yield {"line": line}
+        if line["step"] in by_step:
+            yield {"memory": by_step[line["step"]]}
+
+
+class Curves:
+    """A run's rows in W&B, one a step.
+
+    W&B takes rows in the order of their steps alone. A step that is done again after a restart keeps its first row.
+
+    Args:
+        run: open.
+        seen: the last step of which W&B has a row.
+        world_size: ranks of the job.
+        max_ranks: as for :func:`memory_metrics`.
+    """
+
+    def __init__(self, run: wandb.Run, seen: int, world_size: int, max_ranks: int) -> None:
+        self._run, self._seen = run, max(seen, run.step - 1)
+        self._world_size, self._max_ranks = world_size, max_ranks
+        self._row: dict[str, Any] = {}
+        self._step = 0
+        self._report: Mapping[str, Any] | None = None
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """A line, which begins a row, or a report, which belongs to the line before it."""
+        if "line" in record:
+            self._commit()
+            self._step, self._row = record["line"]["step"], line_metrics(record["line"], self._world_size)
+        if "memory" in record:
+            self._report = record["memory"]
+        if "memory" in record and self._step > self._seen:
+            self._row |= memory_metrics(record["memory"], self._max_ranks)
+            if (table := peak_table(record["memory"])) is not None:
+                self._row |= _table_and_chart("memory/at_peak", table, [c.removesuffix("(GiB)") for c in table[0][2:]])
+
+    def end(self, code: int, folder: Path) -> None:
+        """Adds to the last row what there is only once, and leaves the run folder's files as an artifact."""
+        import wandb
+
+        if self._step <= self._seen:  # no new row: all steps were done before, or the first has failed
+            self._step, self._row = self._seen + 1, {}
+        if code == _OUT_OF_MEMORY:
+            self._row["memory/num_ooms"] = 1
+        if self._report is not None:
+            self._row |= _table_and_chart("memory/ranks", rank_table(self._report), CATEGORIES)
+        if (page := folder / "report.html").exists():
+            self._row["report"] = wandb.Html(str(page), inject=False)
+        if self._row:
+            self._commit()
+        artifact = wandb.Artifact(f"run-{self._run.id}", type="run")
+        for path in (folder / name for name in _ARTIFACT):
+            if path.exists():
+                artifact.add_file(str(path))
+        self._run.log_artifact(artifact)
+
+    def _commit(self) -> None:
+        if self._step > self._seen:
+            self._run.log(self._row, step=self._step, commit=True)
+
+
+def _table_and_chart(key: str, table: tuple[list[str], list[list[Any]]], parts: Iterable[str]) -> dict[str, Any]:
+    """A table of ranks and its stacked bars. A stacked chart of W&B's own would need a specification in the account."""
+    import wandb
+
+    columns, rows = table
+    shown: dict[str, Any] = {key: wandb.Table(columns=[*columns], data=rows)}
+    if importlib.util.find_spec("plotly") is not None:
+        from plotly import graph_objects  # type: ignore[import-untyped]
+
+        ranks = [str(row[0]) for row in rows]
+        bars = [graph_objects.Bar(name=p, x=ranks, y=y) for p, y in stacks(columns, rows, list(parts)).items()]
+        layout = {"barmode": "stack", "xaxis": {"title": "rank", "type": "category"}, "yaxis": {"title": "GiB"}}
+        shown[f"{key}_chart"] = wandb.Plotly(graph_objects.Figure(bars, layout))
+    return shown
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()
