@@ -27,8 +27,16 @@ class EngineError(DistCkptError):
     """Something an engine cannot do with this model, plan or number of ranks."""
 
 
+class MeasureError(DistCkptError):
+    """A measurement that cannot be made so: called out of order, or where another one is running."""
+
+
 class DataError(DistCkptError):
     """Data that cannot be found, read or encoded."""
+
+
+class ReportError(DistCkptError):
+    """A run folder that no report can be made of, or a report that cannot be written."""
 
 
 class StateError(DistCkptError):

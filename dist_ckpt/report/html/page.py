@@ -92,21 +92,82 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One of several parts of a page of which the reader chooses one."""
-
-    choice: str
-    """What it is called in the list of choices."""
-    parts: tuple[Chart | Table | str, ...]
-
-
-@dataclass(frozen=True)
 class Fact:
     """A figure worth reading first."""
 
     label: str
     value: str
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Figures side by side."""
+
+    items: tuple[Fact, ...]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Sentences, the most important first; each with a word on what it is worth, or none."""
+
+    items: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A branch of a tree."""
+
+    text: str
+    tags: tuple[str, ...] = ()
+    inner: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text as it is, behind a summary that opens it."""
+
+    summary: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Small charts, two a row where there is room."""
+
+    charts: tuple[Chart, ...]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of several contents, of which the reader chooses one."""
+
+    choice: str
+    """What it is called in the list of choices; no two are called alike."""
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Contents of which one is shown at a time, the first one first."""
+
+    label: str
+    panels: tuple[Panel, ...]
+
+
+Part = str | Chart | Table | Facts | Listing | Node | Code | Columns | Panels
+"""What a section consists of; text is a paragraph."""
+
+_PARTS = (Chart, Table, Facts, Listing, Node, Code, Columns, Panels)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page under a heading of its own."""
+
+    anchor: str
+    title: str
+    parts: tuple[Part, ...]
 
 
 def render(template: str, **context: Any) -> str:
@@ -124,7 +185,7 @@ def render(template: str, **context: Any) -> str:
         undefined=StrictUndefined,
     )
     environment.filters.update(in_bytes=in_bytes, script_json=_script_json)
-    environment.tests.update({kind.__name__.lower(): _is_a(kind) for kind in (Bytes, Chart, Table)})
+    environment.tests.update({kind.__name__.lower(): _is_a(kind) for kind in (Bytes, *_PARTS)})
     environment.globals.update(plotly=_plotly)
     return environment.get_template(template).render(context)
 
