@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,7 @@ from dist_ckpt.errors import ConfigError, DataError, PlanError
 from dist_ckpt.memory.records import byte_unit, format_bytes
 from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
+from dist_ckpt.report.advice import advice
 from dist_ckpt.report.console import Console
 from dist_ckpt.stages import partition
 from dist_ckpt.trainer.checks import check_batch, check_model_sizes
@@ -31,7 +32,7 @@ from dist_ckpt.trainer.exits import ExitCode
 from dist_ckpt.trainer.loop import Loop, differences
 from dist_ckpt.trainer.models.source import ModelSource, model_source
 from dist_ckpt.trainer.process import Place, Termination
-from dist_ckpt.trainer.reporting import open_records, wants_prediction, write_start
+from dist_ckpt.trainer.reporting import facts_of, open_records, wants_prediction, write_start
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -155,20 +156,25 @@ def train(job: Job, folder: RunFolder) -> bool:
         write_start(config, folder, job.plan, costs)
     with open_records(config, folder, place.rank, after_step=loop.step) as records:
         done = loop.run(records.sinks)
-        _show_end(job, loop, console)
+        _show_end(job, loop, console, costs)
         records.code = ExitCode.DONE if done else ExitCode.TERMINATED
     console.say(loop.summary())
     return done
 
 
-def _show_end(job: Job, loop: Loop, console: Console) -> None:
+def _show_end(job: Job, loop: Loop, console: Console, costs: Sequence[StageCost]) -> None:
     """What the run has found, on the console."""
     if loop.report is not None:
         console.table(loop.report)
+        if loop.deep_report is not None:
+            console.peaks(loop.deep_report)
         if opaque := job.engine.meter.opaque:
             console.say(f"activations may be higher than shown: what {', '.join(opaque)} may hold cannot be counted")
         if unseen := job.engine.meter.unseen:
             console.say(f"no op rule sees into {', '.join(unseen)}: recomputed as a whole")
+        if job.place.rank == 0:  # which alone has every rank's profile
+            facts = facts_of(job.config, job.plan, costs)
+            console.advise(advice(loop.deep_report or loop.report, loop.profiles, facts))
 
 
 def seed_rank(config: Config, rank: int) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dist_ckpt.report.advice import RunFacts
 from dist_ckpt.report.jsonl import RunFiles
 from dist_ckpt.report.sinks import Sink
 from dist_ckpt.trainer.config import Config, Wandb, config_yaml
 from dist_ckpt.trainer.exits import ExitCode, code_of, root_mistake
+from dist_ckpt.trainer.overrides import parse_yaml
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -62,10 +64,18 @@ def write_start(config: Config, folder: RunFolder, plan: Plan, costs: Sequence[S
     folder.config.write_text(config_yaml(config), encoding="utf-8")
     folder.plan.write_text(plan.to_json(), encoding="utf-8")
     if costs:
-        entries = [_cost_entry(cost, in_pipeline=bool(plan.stages)) for cost in costs]
-        folder.cost.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+        folder.cost.write_text(json.dumps(_cost_entries(plan, costs), indent=2) + "\n", encoding="utf-8")
     else:
         folder.cost.unlink(missing_ok=True)
+
+
+def facts_of(config: Config, plan: Plan, costs: Sequence[StageCost]) -> RunFacts:
+    """What advice has to know of the run; the same as what its folder tells."""
+    return RunFacts(parse_yaml(config_yaml(config)), plan, _cost_entries(plan, costs))
+
+
+def _cost_entries(plan: Plan, costs: Sequence[StageCost]) -> list[dict[str, int | None]]:
+    return [_cost_entry(cost, in_pipeline=bool(plan.stages)) for cost in costs]
 
 
 def _cost_entry(cost: StageCost, in_pipeline: bool) -> dict[str, int | None]:

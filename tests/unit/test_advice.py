@@ -274,7 +274,7 @@ def test_a_rank_with_twice_the_batch_is_named() -> None:
     steps = [profile_of(more if rank == 2 else QUIET, rank=rank) for rank in range(4)]
     text, gain = about(advised(steps, run_of()), "above the other ranks")
     assert text.startswith(
-        "the peak of rank 2 is 130.000 MiB, 30% above the other ranks (100.000 MiB), most of it activations"
+        "the memory of rank 2 is 130.000 MiB, 30% above the other ranks (100.000 MiB), most of it activations"
     )
     assert "micro-batches of the same rows" in text and gain == 30 * MIB
     less = [profile_of((*QUIET, held("activations", 9 * (rank == 2), "layers.0")), rank=rank) for rank in range(4)]
@@ -284,7 +284,13 @@ def test_a_rank_with_twice_the_batch_is_named() -> None:
 def test_ranks_are_compared_by_what_is_accounted_where_there_is_no_deep_step() -> None:
     ranks = [RankMemory(rank, "cpu", 3, 10, 10, 20, 0, activations=60 * (1 + (rank == 1))) for rank in range(3)]
     (found,) = advice(MemoryReport(3, tuple(ranks)), (), run_of())
-    assert found.text.startswith("the peak of rank 1 is") and "60% above" in found.text and found.gain_bytes == 60
+    assert found.text.startswith("the memory of rank 1 is") and "60% above" in found.text and found.gain_bytes == 60
+
+
+def test_what_is_accounted_is_not_called_a_peak() -> None:
+    ranks = [RankMemory(rank, "cpu", 3, 40, 40, 80, 0, activations=40) for rank in range(2)]
+    (found,) = advice(MemoryReport(3, tuple(ranks)), (), run_of(engine_name="ddp"))
+    assert "80% of what is accounted for)" in found.text
 
 
 def pipeline(first: float, kind: Kind = "activations") -> list[StepProfile]:

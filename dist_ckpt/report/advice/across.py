@@ -53,8 +53,8 @@ def _replicated(view: View) -> Iterator[Advice]:
     states = sum(view.at_peak_of(view.rank)[kind] for kind in STATES)
     if view.run.engine == "ddp" and ranks > 1 and states >= LARGE * view.peak:
         yield Advice(
-            f"every rank holds all parameters, gradients and moments, {view.of_peak(states)}: engine=fsdp2 keeps a "
-            f"{ranks}th of them on each rank, and a block or two whole",
+            f"every rank holds all parameters, gradients and moments, {view.of_peak(states)}: engine=fsdp2 keeps "
+            f"1/{ranks} of them on each rank, and a block or two whole",
             states * (ranks - 1) // ranks,
         )
 
@@ -93,7 +93,7 @@ def _uneven_ranks(view: View) -> Iterator[Advice]:
         remedy = remedies.get(kind, "give every rank micro-batches of the same rows and tokens")
         here = f" of stage {stage}" if stage is not None else ""
         yield Advice(
-            f"the peak of rank {heaviest.rank} is {size(view.peak_of(heaviest))}, {more / usual:.0%} above the other "
+            f"the memory of rank {heaviest.rank} is {size(view.peak_of(heaviest))}, {more / usual:.0%} above the other "
             f"ranks{here} ({size(usual)}), most of it {kind}: {remedy}",
             int(more),
         )

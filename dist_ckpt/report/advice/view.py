@@ -96,7 +96,8 @@ class View:
 
     def of_peak(self, nbytes: float) -> str:
         """``1.250 GiB (40% of the peak)``."""
-        return f"{size(nbytes)} ({nbytes / self.peak:.0%} of the peak)"
+        is_measured = self.profile is not None or self.rank.peak is not None
+        return f"{size(nbytes)} ({nbytes / self.peak:.0%} of {'the peak' if is_measured else 'what is accounted for'})"
 
     @property
     def where(self) -> str:
