@@ -8,7 +8,7 @@ nothing that autograd does, and sees what checkpoints keep, whoever made them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class SavedBytes:
     unseen: tuple[str, ...] = ()
     """Custom autograd Functions in regions with op rules in which no rule found anything to keep: what they compute
     outside of torch's dispatcher (a Triton kernel, numpy) no rule can see, so they are recomputed as they are."""
+    tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+    """A tensor of each storage that counts, and of each weight copy, if asked for. They keep what they show alive."""
 
     @property
     def on_device(self) -> int:
@@ -48,7 +50,9 @@ class SavedBytes:
         return self.total - self.offloaded
 
 
-def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iterable[Tensor] = ()) -> SavedBytes:
+def saved_bytes(
+    roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iterable[Tensor] = (), tensors: bool = False
+) -> SavedBytes:
     """Bytes kept for the backward of ``roots``, to be read after forward and before backward.
 
     Not counted: storages of ``resident`` (parameters, buffers, unsharded copies), autocast's low-precision copies of
@@ -58,6 +62,7 @@ def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iter
         roots: the loss, or all outputs that backward starts from.
         resident: tensors that are alive anyway and accounted elsewhere.
         until: tensors at which to stop, so that only what lies between them and the roots is counted.
+        tensors: hand out what was counted.
     """
     roots = list(roots)
     is_fake = any(isinstance(root, FakeTensor) for root in roots)
@@ -71,6 +76,7 @@ def saved_bytes(roots: Iterable[Tensor], resident: Iterable[Tensor], until: Iter
         weight_copies=walk.weight_copies.nbytes,
         opaque=tuple(sorted(walk.opaque)),
         unseen=tuple(sorted(walk.unseen)),
+        tensors=tuple(walk.tensors) if tensors else (),
     )
 
 
@@ -86,6 +92,7 @@ class _Walk:
         self.inputs = self.cached = self.offloaded = 0
         self.opaque: set[str] = set()
         self.unseen: set[str] = set()
+        self.tensors: list[Tensor] = []
         self._kinds: dict[type, torch_private.NodeKind] = {}
         self._frames: dict[int, Any] = {}
 
@@ -123,9 +130,12 @@ class _Walk:
         if not isinstance(tensor, Tensor):
             return 0
         if item.is_weight_copy if isinstance(item, Packed) else is_weight_copy(tensor):
-            self.weight_copies.add(tensor, unless_in=self.resident)
+            if self.weight_copies.add(tensor, unless_in=self.resident):
+                self.tensors.append(tensor)
             return 0
         added = self.kept.add(tensor, unless_in=self.resident)
+        if added:
+            self.tensors.append(tensor)
         if (isinstance(item, Packed) and item.in_host_memory) or (self.on_accelerator and tensor.device.type == "cpu"):
             self.offloaded += added
         return added

@@ -11,12 +11,18 @@
         memory = meter.boundary(step)          # before the optimizer step
         optimizer.step()
 
-Nothing is added to the step itself: no operation, no collective, no synchronisation with the device.
+Nothing is added to the step itself: no operation, no collective, no synchronisation with the device. A deep step, which
+is slower, tells all of one update::
+
+    with meter.profile() as deep:
+        ...                                    # one step, as above
+    print(deep.memory.at_peak, deep.profile.holdings)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,8 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dist_ckpt.errors import MeasureError
 from dist_ckpt.memory.activations import saved_bytes
 from dist_ckpt.memory.ledger import Owner, ledger, owners_of, resident_of
+from dist_ckpt.memory.profile import DeepStep, Recording
 from dist_ckpt.memory.records import MemoryReport, RankMemory
 
 
@@ -39,6 +47,7 @@ class MemoryMeter:
         model: the model as it is trained: plain, DDP, FSDP1 or FSDP2, or the engine of ``deepspeed.initialize``.
         optimizer: whose state counts as ``optimizer``; an engine of DeepSpeed knows its own.
         owners: replaces what is found in model and optimizer, for engines that hold memory elsewhere.
+        stage: this rank's, of a pipeline.
     """
 
     def __init__(
@@ -46,8 +55,11 @@ class MemoryMeter:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         owners: Callable[[], Iterable[Owner]] | None = None,
+        stage: int | None = None,
     ) -> None:
         self._model = model
+        self._stage = stage
+        self._recording: Recording | None = None
         self._owners = owners or (lambda: owners_of(model, optimizer))
         self._activations: int | None = None
         self._offloaded = 0
@@ -70,7 +82,10 @@ class MemoryMeter:
         for root in roots:
             if not isinstance(root, Tensor) or root.grad_fn is None:
                 raise ValueError(f"after_forward takes the loss, before backward; got {_describe(root)}")
-        found = saved_bytes(roots, (tensor for _, _, tensor in resident_of(self._model)))
+        resident = (tensor for _, _, tensor in resident_of(self._model))
+        found = saved_bytes(roots, resident, tensors=self._recording is not None)
+        if self._recording is not None:
+            self._recording.after_forward(roots, found.tensors)
         kept = found.total if roots[0].device.type == "cpu" else found.on_device
         self._activations = max(self._activations or 0, kept)
         self._offloaded = max(self._offloaded, found.offloaded)
@@ -94,12 +109,39 @@ class MemoryMeter:
             other=bytes_of["other"],
             activations=self._activations,
             offloaded=self._offloaded or None,
+            stage=self._stage,
             **_allocator(device),
         )
         self.reset()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        if self._recording is not None:
+            self._recording.boundary(memory)
         return memory
+
+    @contextmanager
+    def profile(self, inputs: object = ()) -> Iterator[DeepStep]:
+        """Records all of the one update that is performed inside, ``after_forward`` and ``boundary`` among it.
+
+        The update is slower, and what it computes is the same.
+
+        Args:
+            inputs: what the update is handed, in any nesting (its micro-batches). The arguments of the model are known
+                without.
+
+        Raises:
+            MeasureError: the step had no boundary; or, before it begins, a profiler is running already.
+        """
+        if self._recording is not None:
+            raise MeasureError("MemoryMeter.profile() was called within its own with block")
+        deep = DeepStep()
+        self._recording = Recording(self._model, self._owners, inputs)
+        try:
+            with self._recording:
+                yield deep
+            self._recording.result(deep, self._stage)
+        finally:
+            self._recording = None
 
     def reset(self) -> None:
         """Starts a new step: forgets the peaks of saved bytes."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 Kind = Literal[
@@ -70,6 +70,17 @@ class Holding:
     nbytes: int
     """Of all of them together."""
     count: int
+
+
+def merge_holdings(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
+    """Holdings put together where they are alike, heaviest first."""
+    found: dict[Holding, tuple[int, int]] = {}
+    for one in holdings:
+        kind_of_it = replace(one, nbytes=0, count=0)
+        nbytes, count = found.get(kind_of_it, (0, 0))
+        found[kind_of_it] = nbytes + one.nbytes, count + one.count
+    merged = (replace(one, nbytes=nbytes, count=count) for one, (nbytes, count) in found.items())
+    return tuple(sorted(merged, key=lambda holding: (-holding.nbytes, holding.source)))
 
 
 @dataclass(frozen=True)

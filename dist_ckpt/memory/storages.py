@@ -28,7 +28,7 @@ class Storages:
         own ``nbytes`` would be those of all ranks together.
         """
         added = 0
-        for part in _plain_parts(tensor):
+        for part in plain_parts(tensor):
             storage = part.untyped_storage()
             key = storage._cdata
             if key not in self._by_id and not (unless_in is not None and key in unless_in._by_id):
@@ -37,7 +37,7 @@ class Storages:
         return added
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return all(part.untyped_storage()._cdata in self._by_id for part in _plain_parts(tensor))
+        return all(part.untyped_storage()._cdata in self._by_id for part in plain_parts(tensor))
 
     @property
     def nbytes(self) -> int:
@@ -53,11 +53,12 @@ _SPARSE_PARTS = {
 """What sparse tensors, which have no storage of their own, lie in."""
 
 
-def _plain_parts(tensor: Tensor) -> list[Tensor]:
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors with storages of their own that a tensor lies in: on this rank, and itself if it wraps no others."""
     if tensor.layout in _SPARSE_PARTS:
         return [getattr(tensor, part)() for part in _SPARSE_PARTS[tensor.layout]]
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     inner = (getattr(tensor, name) for name in names)  # of a DTensor its mesh too, from torch 2.13 on
-    return [part for one in inner if isinstance(one, Tensor) for part in _plain_parts(one)]
+    return [part for one in inner if isinstance(one, Tensor) for part in plain_parts(one)]

@@ -1,0 +1,328 @@
+"""A deep step: one update, allocation by allocation.
+
+The profiler tells when memory was allocated and freed, and in which operation. Whose it was is told by snapshots, at
+moments at which it can be known: who owns what, and what a graph keeps for backward. What neither tells is shown as
+``unattributed``, so that the kinds sum to what the allocator holds at every moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from dist_ckpt.blocks import find_blocks
+from dist_ckpt.compat import profiler
+from dist_ckpt.compat import torch as torch_private
+from dist_ckpt.errors import MeasureError, PlanError
+from dist_ckpt.memory.allocations import Sighting, follow, sightings
+from dist_ckpt.memory.attribution import MODULE, Attribution
+from dist_ckpt.memory.holders import holder_of, visible_tensors
+from dist_ckpt.memory.ledger import Category, Owner
+from dist_ckpt.memory.phases import Stretch, calls, stretch_at, stretches
+from dist_ckpt.memory.records import RankMemory
+from dist_ckpt.memory.step_profile import KINDS, Kind, Phase, Span, StepProfile
+from dist_ckpt.memory.storages import plain_parts
+from dist_ckpt.memory.timeline import Timeline
+from dist_ckpt.names import is_replicated, unwrapped_name
+
+_MARK = "mark:"
+_MAX_HOLDINGS = 100
+_COMMUNICATION = ("bucket of ", "pipe ", "gradient of pipe ", "receive buffer")
+"""How the ledger names what an engine exchanges."""
+
+
+class DeepStep:
+    """What :meth:`MemoryMeter.profile` has found, once its step is over."""
+
+    def __init__(self) -> None:
+        self._found: tuple[RankMemory, StepProfile] | None = None
+
+    @property
+    def memory(self) -> RankMemory:
+        """This rank's memory at the boundary, with the step's exact peak, and what is alive then.
+
+        Raises:
+            MeasureError: the step is not over, or has failed.
+        """
+        return self._get()[0]
+
+    @property
+    def profile(self) -> StepProfile:
+        """All of the step.
+
+        Raises:
+            MeasureError: the step is not over, or has failed.
+        """
+        return self._get()[1]
+
+    def _get(self) -> tuple[RankMemory, StepProfile]:
+        if self._found is None:
+            raise MeasureError("the profiled step is not over, or has failed: read it after the with block")
+        return self._found
+
+
+class Recording:
+    """Records the step that runs while it is entered; see :meth:`MemoryMeter.profile`.
+
+    Args:
+        owners: of all lasting memory.
+        inputs: what the step is handed, in any nesting: its tensors are nobody's, and are known nonetheless.
+    """
+
+    def __init__(self, model: nn.Module, owners: Callable[[], Iterable[Owner]], inputs: object) -> None:
+        self._model = model
+        self._owners = owners
+        self._inputs = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        self._names = module_names(model)
+        self._seen: list[Sighting] = []
+        self._marks = 0
+        self._watched: dict[int, StorageWeakRef] = {}
+        self._gone: dict[int, int] = {}
+        """Address of what was there before the step → the mark at which it was not there any more."""
+        self._after_forwards: list[int] = []
+        self._backward_ends: list[int] = []
+        self._rooted: set[int] = set()
+        self._boundary: int | None = None
+        self._memory: RankMemory | None = None
+        self._depth = ExitStack()
+
+    def __enter__(self) -> Recording:
+        owners = list(self._owners())
+        self._device = next((tensor.device for _, _, tensor in owners), torch.device("cpu"))
+        self._recorder = profiler.Recorder()
+        with ExitStack() as stack:
+            stack.callback(self._recorder.stop)
+            self._mark()
+            self._see_owners(owners)
+            self._see_given(self._inputs)
+            self._see_visible()
+            self._begin = self._mark()  # what all of this took is no part of the step
+            marked = {module: f"{MODULE}{name}" for module, name in self._names.items()}
+            stack.enter_context(profiler.calls_marked(marked, self._called))
+            self._depth = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                self._end = self._snapshot()
+                self._see_visible(since=self._end)
+        finally:
+            self._depth.close()
+
+    def after_forward(self, roots: Sequence[Tensor], kept: Iterable[Tensor]) -> None:
+        """Notes the end of a forward.
+
+        Args:
+            roots: what backward starts from.
+            kept: what their graph keeps for it.
+        """
+        mark = self._snapshot()
+        self._after_forwards.append(mark)
+        for tensor in kept:
+            self._see(mark, "activations", "", tensor)
+        for root in roots:
+            node = root.grad_fn
+            if id(node) not in self._rooted:  # of a pipeline all that are in flight are handed over each time
+                self._rooted.add(id(node))
+                root.register_hook(self._backward_begins)
+
+    def boundary(self, memory: RankMemory) -> None:
+        """Notes the boundary, at which this was found."""
+        self._boundary = self._snapshot()
+        self._memory = memory
+
+    def result(self, deep: DeepStep, stage: int | None) -> None:
+        """Fills in what was found.
+
+        Raises:
+            MeasureError: the step had no boundary.
+        """
+        if self._memory is None or self._boundary is None:
+            raise MeasureError(
+                "the profiled step had no boundary: call MemoryMeter.boundary(step) in it, after the last backward and "
+                "before the optimizer step (train_step(..., measure=True) does)"
+            )
+        trace = self._recorder.trace(self._device)
+        times = {int(op.name.removeprefix(_MARK)): op.start for op in trace.ops if op.name.startswith(_MARK)}
+        start, end, boundary = times[self._begin], times[self._end], times[self._boundary]
+        gone = {address: times[mark] for address, mark in self._gone.items()}
+        allocations = follow(trace.changes, self._seen, times, gone)
+        found = stretches(
+            trace.ops,
+            start,
+            end,
+            [times[mark] for mark in self._after_forwards],
+            [times[mark] for mark in self._backward_ends],
+            boundary,
+        )
+        turns = [] if self._after_forwards else [one.start for one in found if one.name == "backward"]
+        attribution = Attribution(trace, turns)
+        timeline = Timeline.of([(one, attribution.kind(one)) for one in allocations], start, end)
+        peak = timeline.peak(start, end + 1)
+        at_peak = timeline.at(peak)
+        peak_bytes = sum(at_peak.values())
+        phase = stretch_at(found, timeline.times[peak])
+        holdings = attribution.holdings([one for one in allocations if one.is_alive(timeline.times[peak])])
+        listed = holdings[:_MAX_HOLDINGS]
+        spans = calls(trace.ops, attribution, _span_modules(self._model), found)
+        curve = timeline.thinned()
+        profile = StepProfile(
+            rank=self._memory.rank,
+            stage=stage,
+            device=str(self._device),
+            step=self._memory.step,
+            duration_s=_seconds(end - start),
+            start_bytes=timeline.total_at(start),
+            boundary_bytes=timeline.total_at(boundary),
+            end_bytes=timeline.total_at(end),
+            peak_bytes=peak_bytes,
+            peak_s=_seconds(timeline.times[peak] - start),
+            phase=phase.name,
+            at_peak=at_peak,
+            holdings=listed,
+            rest_bytes=peak_bytes - sum(holding.nbytes for holding in listed),
+            phases=tuple(_phase(one, timeline, start) for one in found),
+            spans=tuple(
+                Span(c.module, c.work, c.micro_batch, _seconds(c.start - start), _seconds(c.end - start)) for c in spans
+            ),
+            times_s=tuple(_seconds(at - start) for at in curve.times),
+            timeline={kind: tuple(row[place] for row in curve.by_kind) for place, kind in enumerate(KINDS)},
+        )
+        memory = dataclasses.replace(
+            self._memory,
+            stage=stage,
+            live=profile.boundary_bytes,
+            peak=peak_bytes,
+            at_peak={"phase": phase.name} | dict(at_peak),
+        )
+        deep._found = memory, profile
+
+    def _mark(self) -> int:
+        """Notes this moment in the trace, and returns its number."""
+        with profiler.span(f"{_MARK}{self._marks}"):
+            self._marks += 1
+        return self._marks - 1
+
+    def _snapshot(self) -> int:
+        """Notes who owns what now."""
+        mark = self._mark()
+        self._look_for_gone(mark)
+        self._see_owners(self._owners())
+        return mark
+
+    def _see_owners(self, owners: Iterable[Owner]) -> None:
+        buffers = {id(torch_private.local_tensor(buffer)) for buffer in self._model.buffers()}
+        for category, name, tensor in owners:
+            kind = kind_of(category, name, tensor, id(tensor) in buffers)
+            self._see(self._marks - 1, kind, name.removeprefix("."), tensor)
+
+    def _see_given(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._see(self._marks - 1, "given", "", tensor)
+
+    def _see_visible(self, since: int | None = None) -> None:
+        known = {sighting.address for sighting in self._seen if since is None or sighting.mark == since}
+        for tensor in visible_tensors(self._device):
+            if any(part.untyped_storage().data_ptr() not in known for part in plain_parts(tensor)):
+                self._see(self._marks - 1, "visible", "" if since is None else holder_of(tensor), tensor)
+
+    def _see(self, mark: int, kind: Any, name: str, tensor: Tensor) -> None:
+        if tensor.device != self._device:
+            return
+        self._seen.extend(sightings(mark, kind, name, tensor))
+        if mark == 0 and kind not in ("params", "optimizer", "buffers"):
+            for part in plain_parts(tensor):
+                storage = part.untyped_storage()
+                self._watched[storage.data_ptr()] = StorageWeakRef(storage)
+
+    def _look_for_gone(self, mark: int) -> None:
+        """What was there before and is not any more: expired, or of no size (FSDP releases storages so)."""
+        for address, ref in list(self._watched.items()):
+            if _is_gone(address, ref):
+                self._gone[address] = mark
+                del self._watched[address]
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before each call of a module."""
+        if self._names[module] == "":
+            self._mark()
+            self._see_given(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        if any(_is_gone(address, ref) for address, ref in self._watched.items()):
+            self._look_for_gone(self._mark())
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        # Called back once more at the end: what FSDP and DDP do there, they have asked for in between.
+        torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(self._backward_ended))
+
+    def _backward_ended(self) -> None:
+        self._backward_ends.append(self._snapshot())
+
+
+def _is_gone(address: int, ref: StorageWeakRef) -> bool:
+    if ref.expired():
+        return True
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return storage is None or storage.data_ptr() != address
+
+
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / 1e9
+
+
+def _phase(one: Stretch, timeline: Timeline, start: int) -> Phase:
+    at_peak = timeline.at(timeline.peak(one.start, one.end))
+    return Phase(
+        one.name,
+        one.micro_batch,
+        _seconds(one.start - start),
+        _seconds(one.end - start),
+        sum(at_peak.values()),
+        at_peak,
+    )
+
+
+def kind_of(category: Category, name: str, tensor: Tensor, is_buffer: bool) -> Kind:
+    """The kind of what the ledger calls ``other``; its other categories are kinds."""
+    if category != "other":
+        return category
+    if is_buffer:
+        return "buffers"
+    if name.endswith("(unsharded)") or isinstance(tensor, nn.Parameter):
+        return "unsharded"
+    return "communication" if name.startswith(_COMMUNICATION) else "buffers"
+
+
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """All modules with the names that the plain model gives them; wrappers have the name of what they wrap."""
+    names: dict[nn.Module, str] = {}
+    while is_replicated(model):
+        names[model] = ""
+        model = model.module  # type: ignore[assignment]
+    for prefix, module in model.named_modules():
+        names.setdefault(module, unwrapped_name(prefix))
+    return names
+
+
+def _span_modules(model: nn.Module) -> tuple[str, ...]:
+    """Blocks, what stands beside them on the way from the model to them, and the model itself."""
+    names = {name for name in module_names(model).values() if name}
+    try:
+        blocks = set(find_blocks(model))
+    except PlanError:  # none that repeat
+        blocks = set()
+    around = {"", *(parent for block in blocks for parent in _parents(block))}
+    beside = {name for name in names if name.rpartition(".")[0] in around and name not in around}
+    return ("", *sorted(beside | blocks))
+
+
+def _parents(name: str) -> Iterable[str]:
+    while name := name.rpartition(".")[0]:
+        yield name
