@@ -135,7 +135,7 @@ def _converted(value: Any, kind: Any) -> Any:
 
 def _is(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(type(v) is typing.get_args(kind)[0] for v in value)
+        return isinstance(value, tuple) and all(_is(v, typing.get_args(kind)[0]) for v in value)
     exact = kind in (int, float, bool, str, type(None))  # True is no int here
     return type(value) is kind if exact else isinstance(value, kind)
 

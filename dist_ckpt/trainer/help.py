@@ -81,12 +81,17 @@ def help_text() -> str:
     lines += ["", "Keys (KEY=VALUE):"]
     for section in sections():
         lines += ["", *_wrapped(f"{section.title}: {_plain_text(section.doc)}", 2)] if section.title else [""]
-        lines += _table([(f"{k.name}: {k.type} = {k.default}", _plain_text(k.doc)) for k in section.keys], indent=4)
+        lines += _key_lines(section.keys)
     lines += ["", "How arguments are written:", *_wrapped(_plain_text(_NOTES), 2)]
     lines += ["", "Examples:"]
     for command, what in _EXAMPLES:
         lines += [f"  # {what}", f"  {command}"]
     return "\n".join(lines) + "\n"
+
+
+def key_lines(cls: type, prefix: str = "") -> list[str]:
+    """The keys of a dataclass that hold values, as :func:`help_text` has them; for programs with keys of their own."""
+    return _key_lines(tuple(_keys(cls, prefix)))
 
 
 def config_page() -> str:
@@ -127,6 +132,10 @@ def sections() -> Iterator[Section]:
             yield Section(name, doc, _policy_keys())
         elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield Section(name, _summary(hint), tuple(_keys(hint, f"{name}.")))
+
+
+def _key_lines(keys: typing.Sequence[Key]) -> list[str]:
+    return _table([(f"{k.name}: {k.type} = {k.default}", _plain_text(k.doc)) for k in keys], indent=4)
 
 
 def _keys(cls: type, prefix: str) -> Iterator[Key]:

@@ -1,0 +1,146 @@
+"""A sweep's lines as a table, a file, and on the console while it runs."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from dist_ckpt.report.html.page import Bytes, Cell, Table, in_bytes
+from dist_ckpt.trainer.sweep.outcome import Outcome, Status
+from dist_ckpt.trainer.sweep.summary import Line, step_median_s
+
+NO_VALUE: tuple[Cell, ...] = (None, "-")
+
+
+def results_table(lines: Sequence[Line]) -> Table:
+    """A row a policy; columns that say nothing about any of them are left out."""
+    columns: list[tuple[str, list[Cell]]] = [
+        ("policy", [line.label for line in lines]),
+        ("saved", [Bytes(line.saved_bytes) for line in lines]),
+        ("peak", [Bytes(line.peak_bytes) for line in lines]),
+        ("step ms", [_ms(line.step_s) for line in lines]),
+        ("half within", [_quartiles(line) for line in lines]),
+        ("time ÷ none", [_ratio(line.slowdown) for line in lines]),
+        ("FLOPs ÷ none", [_ratio(line.flops_ratio) for line in lines]),
+        ("samples/s", [line.samples_per_s for line in lines]),
+        ("samples/s/GiB", [line.samples_per_s_per_gib for line in lines]),
+        ("loss = none", [_loss(line) for line in lines]),
+        ("largest micro-batch", [_largest(line) for line in lines]),
+        ("samples/s there", [line.fit_samples_per_s for line in lines]),
+        ("outcome", ["-" if line.status is Status.done else str(line.status) for line in lines]),
+    ]
+    told = [(name, cells) for name, cells in columns if not all(_is_empty(cell) for cell in cells)]
+    rows = tuple(zip(*(cells for _, cells in told), strict=True))
+    return Table("policies", tuple(name for name, _ in told), rows)
+
+
+def remarks(lines: Sequence[Line]) -> tuple[str, ...]:
+    """What the table cannot say: why runs failed, what is missing to compare with, what was not recorded."""
+    said = [f"{line.label}: {line.status}: {line.reason}" for line in lines if line.status is not Status.done]
+    done = [line for line in lines if line.rounds]
+    if done and all(line.slowdown is None for line in done):
+        said.append("without none (sweep.ckpt=[none,…] or sweep.k=[0,…]) there is nothing to compare with")
+    if unknown := [line.label for line in done if line.peak_bytes is None]:
+        said.append(f"no peak was recorded for {', '.join(unknown)}")
+    return tuple(said)
+
+
+def write_csv(lines: Sequence[Line], path: Path) -> None:
+    """Every figure of every line, unrounded: bytes and seconds."""
+    names = [field.name for field in dataclasses.fields(Line)]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(line) for line in lines)
+
+
+class SweepConsole:
+    """Prints how far a sweep is, and its table: a progress bar on a terminal, a line a run elsewhere."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, emoji=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._done = 0
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    @contextmanager
+    def progress(self, total: int) -> Iterator[None]:
+        """Shows a bar inside, if somebody watches."""
+        if not self._console.is_terminal:
+            yield
+            return
+        told = TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(), MofNCompleteColumn(), told, TimeElapsedColumn())
+        with Progress(*columns, console=self._console) as self._progress:
+            self._task = self._progress.add_task("", total=total)
+            yield
+        self._progress = None
+
+    def starts(self, what: str, left: int) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, description=what, total=self._done + 1 + left)
+
+    def ends(self, what: str, outcome: Outcome, was_stored: bool) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress.update(self._task, completed=self._done)
+        self.say(f"{what}: {_told(outcome)}{' (from before)' * was_stored}")
+
+    def table(self, lines: Sequence[Line]) -> None:
+        """Prints the results; numbers are never cut short."""
+        table = results_table(lines)
+        shown = RichTable(title=f"{table.caption}, {table.unit or 'MiB'}", box=box.SIMPLE_HEAD, title_justify="left")
+        for column, name in enumerate(table.columns):
+            widest = max(len(name), *(len(table.shown(row[column])) for row in table.rows))
+            shown.add_column(name, justify="left" if column == 0 else "right", min_width=widest, no_wrap=True)
+        for row in table.rows:
+            shown.add_row(*map(table.shown, row))
+        self._console.print(shown, crop=False)
+        for remark in remarks(lines):
+            self.say(remark)
+
+
+def _told(outcome: Outcome) -> str:
+    if not outcome.is_done:
+        return f"{outcome.status}: {outcome.reason}"
+    peak = f", peak {in_bytes(outcome.peak_bytes)}" if outcome.peak_bytes is not None else ""
+    return f"{1000 * step_median_s(outcome):,.0f} ms{peak}"
+
+
+def _is_empty(cell: Cell) -> bool:
+    return cell.nbytes is None if isinstance(cell, Bytes) else cell in NO_VALUE
+
+
+def _ms(seconds: float | None) -> Cell:
+    return None if seconds is None else 1000 * seconds
+
+
+def _quartiles(line: Line) -> str:
+    if line.step_low_s is None or line.step_high_s is None:
+        return "-"
+    return f"{1000 * line.step_low_s:,.0f}–{1000 * line.step_high_s:,.0f}"
+
+
+def _ratio(value: float | None) -> Cell:
+    return None if value is None else f"{value:.3f}"
+
+
+def _loss(line: Line) -> str:
+    if line.loss_difference is None:
+        return "-"
+    return "bitwise" if line.loss_difference == 0 else f"within {line.loss_difference:.1e}"
+
+
+def _largest(line: Line) -> Cell:
+    return f"≥ {line.fit_micro_batch}" if line.fit_is_all else line.fit_micro_batch

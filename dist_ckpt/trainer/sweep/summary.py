@@ -1,0 +1,117 @@
+"""What the runs of a sweep say together: one line a policy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt.trainer.sweep.fit import Fit
+from dist_ckpt.trainer.sweep.outcome import Outcome, Status
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was run of one policy."""
+
+    label: str
+    k: int | None
+    flops_ratio: float | None
+    """FLOPs of forward, recompute and backward over those without recompute; exact, None if the policy was refused."""
+    rounds: tuple[Outcome, ...]
+    samples: int
+    """Sequences per update over all ranks."""
+    trials: Mapping[int, Outcome]
+    """Other micro-batches that were tried."""
+    trial_samples: Mapping[int, int]
+    """The same as ``samples``, of each of them."""
+    fit: Fit | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One policy. None where there is nothing to say: the policy failed, or ``none`` is not there to compare with."""
+
+    label: str
+    k: int | None
+    status: Status
+    """How its first run that failed has ended, if any has."""
+    reason: str
+    rounds: int
+    """Runs that were done; the figures are theirs."""
+    saved_bytes: int | None = None
+    peak_bytes: int | None = None
+    step_s: float | None = None
+    """The median of all timed updates of all rounds."""
+    step_low_s: float | None = None
+    """The first quartile; ``step_high_s`` is the third. Half of all updates lie between."""
+    step_high_s: float | None = None
+    slowdown: float | None = None
+    """Step time over that of ``none``: the median over rounds of the ratios within a round."""
+    flops_ratio: float | None = None
+    samples_per_s: float | None = None
+    samples_per_s_per_gib: float | None = None
+    """Of the rank with the highest peak."""
+    loss_difference: float | None = None
+    """The largest relative difference of any update's loss from ``none``'s; 0: equal bit for bit."""
+    fit_micro_batch: int | None = None
+    """The largest that fits the budget; 0: not even one sequence does."""
+    fit_is_all: bool = False
+    """It takes every row there is."""
+    fit_samples_per_s: float | None = None
+
+
+def summarize(cells: Sequence[Measured]) -> tuple[Line, ...]:
+    """One line a policy that has been run, in order."""
+    base = next((cell for cell in cells if cell.k == 0 and cell.rounds and cell.rounds[0].is_done), None)
+    return tuple(_line(cell, base) for cell in cells if cell.rounds)
+
+
+def step_median_s(outcome: Outcome) -> float:
+    """Of one run that is done."""
+    return statistics.median(outcome.step_s)
+
+
+def _line(cell: Measured, base: Measured | None) -> Line:
+    done = [outcome for outcome in cell.rounds if outcome.is_done]
+    end = next((outcome for outcome in cell.rounds if not outcome.is_done), cell.rounds[0])
+    if not done:
+        return Line(cell.label, cell.k, end.status, end.reason, 0, flops_ratio=cell.flops_ratio)
+    times = [seconds for outcome in done for seconds in outcome.step_s]
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    peak, rate = done[0].peak_bytes, cell.samples / middle
+    size = cell.fit.micro_batch if cell.fit is not None else None
+    return Line(
+        label=cell.label,
+        k=cell.k,
+        status=end.status,
+        reason=end.reason,
+        rounds=len(done),
+        saved_bytes=done[0].saved_bytes,
+        peak_bytes=peak,
+        step_s=middle,
+        step_low_s=low,
+        step_high_s=high,
+        slowdown=_slowdown(cell.rounds, base.rounds) if base is not None else None,
+        flops_ratio=cell.flops_ratio,
+        samples_per_s=rate,
+        samples_per_s_per_gib=rate * GIB / peak if peak else None,
+        loss_difference=_loss_difference(done, base.rounds[0]) if base is not None else None,
+        fit_micro_batch=size,
+        fit_is_all=cell.fit is not None and cell.fit.is_all,
+        fit_samples_per_s=cell.trial_samples[size] / step_median_s(cell.trials[size]) if size else None,
+    )
+
+
+def _slowdown(rounds: Sequence[Outcome], base: Sequence[Outcome]) -> float | None:
+    """Pairs of one round saw the machine in about the same state, so their ratio says more than that of all medians."""
+    pairs = [(one, other) for one, other in zip(rounds, base, strict=False) if one.is_done and other.is_done]
+    ratios = [step_median_s(one) / step_median_s(other) for one, other in pairs]
+    return statistics.median(ratios) if ratios else None
+
+
+def _loss_difference(rounds: Sequence[Outcome], base: Outcome) -> float:
+    pairs = [pair for outcome in rounds for pair in zip(outcome.losses, base.losses, strict=True)]
+    return max(abs(loss - expected) / abs(expected) if loss != expected else 0.0 for loss, expected in pairs)
