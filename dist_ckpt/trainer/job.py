@@ -154,7 +154,7 @@ def train(job: Job, folder: RunFolder) -> bool:
     loop.resume(restarted=place.restarts > 0)
     if place.rank == 0:  # only now: a state that is refused leaves the folder's earlier run as it was
         write_start(config, folder, job.plan, costs)
-    with open_records(config, folder, place.rank, after_step=loop.step) as records:
+    with open_records(config, folder, place, loop.step, console.say) as records:
         done = loop.run(records.sinks)
         _show_end(job, loop, console, costs)
         records.code = ExitCode.DONE if done else ExitCode.TERMINATED

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dist_ckpt.report.advice import RunFacts
 from dist_ckpt.report.jsonl import RunFiles
 from dist_ckpt.report.sinks import Sink
+from dist_ckpt.report.wandb import WandbSink
 from dist_ckpt.trainer.config import Config, Wandb, config_yaml
-from dist_ckpt.trainer.exits import ExitCode, code_of, root_mistake
+from dist_ckpt.trainer.exits import ExitCode, code_of, recorded_exit, root_mistake
 from dist_ckpt.trainer.overrides import parse_yaml
+from dist_ckpt.trainer.process import Place
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -33,25 +35,45 @@ class Records:
 
 
 @contextmanager
-def open_records(config: Config, folder: RunFolder, rank: int, after_step: int) -> Iterator[Records]:
+def open_records(
+    config: Config, folder: RunFolder, place: Place, after_step: int, say: Callable[[str], None]
+) -> Iterator[Records]:
     """Every sink of the run; no sinks on other ranks than 0.
 
     Args:
         after_step: on resuming, the last step that counts.
+        say: shows a line to the user.
     """
-    records = Records(_sinks(config, folder, after_step) if rank == 0 else ())
+    records = Records(_sinks(config, folder, place, after_step, say) if place.rank == 0 else ())
     try:
         yield records
     except BaseException as error:
-        records.code = code_of(root_mistake(error))
+        first = recorded_exit(folder.path)  # of another rank, whose end may be the reason for this one
+        records.code = code_of(root_mistake(error)) if first is None else first[0]
         raise
     finally:
         for sink in records.sinks:
             sink.finish(records.code)
 
 
-def _sinks(config: Config, folder: RunFolder, after_step: int) -> Sequence[Sink]:
-    return (RunFiles(folder.metrics, folder.memory, folder.profiles, after_step),)
+def _sinks(
+    config: Config, folder: RunFolder, place: Place, after_step: int, say: Callable[[str], None]
+) -> Sequence[Sink]:
+    files = RunFiles(folder.metrics, folder.memory, folder.profiles, after_step)
+    if config.report.wandb is Wandb.disabled:
+        return (files,)
+    wandb = WandbSink(
+        folder.path,
+        mode=config.report.wandb.value,
+        project=config.report.wandb_project,
+        max_ranks=config.report.wandb_max_ranks,
+        world_size=place.world_size,
+        config=parse_yaml(config_yaml(config)),
+        after_step=after_step,
+        same_run=place.restarts > 0 or config.train.resume in (None, "auto"),
+        say=say,
+    )
+    return (files, wandb)
 
 
 def wants_prediction(config: Config) -> bool:
