@@ -8,7 +8,9 @@ fp16/unfused_optimizer.py and deepspeed/runtime/pipe/engine.py.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,6 +59,19 @@ MODULE_ATTRIBUTES = (
 """What ZeRO-3 keeps at each module (runtime/zero/parameter_offload.py)."""
 
 
+GATHERS, REDUCES = "ZeRO::gather", "ZeRO::reduce"
+"""What :func:`work_marked` calls the two."""
+_WORK = (
+    ("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator", "fetch_sub_module", GATHERS),
+    ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "reduce_ready_partitions_and_remove_grads", REDUCES),
+    ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "independent_gradient_partition_epilogue", REDUCES),
+    ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "reduce_ready_partitions_and_remove_grads", REDUCES),
+    ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "independent_gradient_partition_epilogue", REDUCES),
+    ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "reduce_gradients", REDUCES),
+    ("runtime.engine", "DeepSpeedEngine", "buffered_allreduce_fallback", REDUCES),
+)
+
+
 _Method = Callable[..., Any]
 
 
@@ -102,6 +117,32 @@ def gather_own(module: nn.Module) -> None:
         if offload is not None:
             offload.pre_sub_module_backward_function(module)
             return
+
+
+@contextmanager
+def work_marked(span: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+    """While active, ZeRO gathers parameters and reduces gradients within ``span(GATHERS)`` and ``span(REDUCES)``."""
+    usual: list[tuple[type[Any], str, _Method]] = []
+    for module, owner, name, label in _WORK:
+        kind = getattr(sys.modules.get(f"deepspeed.{module}"), owner, None)
+        if kind is not None:
+            method = vars(kind)[name]
+            usual.append((kind, name, method))
+            setattr(kind, name, _within(method, functools.partial(span, label)))
+    try:
+        yield
+    finally:
+        for kind, name, method in usual:
+            setattr(kind, name, method)
+
+
+def _within(method: _Method, context: Callable[[], AbstractContextManager[Any]]) -> _Method:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    return call
 
 
 def flat_params(optimizer: Any) -> Iterator[tuple[str, Tensor]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
-from dist_ckpt.compat.profiler import Change
+from dist_ckpt.compat.profiler import Change, Op
 from dist_ckpt.memory.step_profile import Kind
 from dist_ckpt.memory.storages import plain_parts
 
@@ -50,6 +50,8 @@ class Allocation:
     end: int | None = None
     """``None`` if it outlives the step."""
     seen: list[Sighting] = field(default_factory=list)
+    is_overdue: bool = False
+    """Whether the end is not its own, which nobody has reported, but the next use of its address."""
 
     def is_alive(self, at: int) -> bool:
         """At a moment; what is freed in that moment is not."""
@@ -96,6 +98,37 @@ def follow(
     return live.everything
 
 
+def end_unreported(
+    allocations: Iterable[Allocation], ops: Sequence[Op], may_be_unreported: Callable[[Allocation], bool]
+) -> None:
+    """Ends what was freed without a report at its last use.
+
+    Collectives on the CPU have threads of their own, and whichever of them or the caller lets go of a buffer last frees
+    it (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``runLoop``). Only the caller's thread is recorded then.
+
+    Args:
+        may_be_unreported: whether something that has no end can have been freed in another thread.
+    """
+    missing = [
+        one
+        for one in allocations
+        if one.start is not None and (one.is_overdue or (one.end is None and may_be_unreported(one)))
+    ]
+    by_address: dict[int, list[Allocation]] = {}
+    for one in missing:
+        by_address.setdefault(one.address, []).append(one)
+    last_use = {id(one): ops[one.op].end if one.op >= 0 else one.start for one in missing}
+    for op in ops:
+        for given in op.inputs:
+            for one in by_address.get(given.address, ()):
+                if one.is_alive(op.start):
+                    last_use[id(one)] = max(op.end, last_use[id(one)] or 0)
+    for one in missing:
+        used = last_use[id(one)]
+        assert used is not None
+        one.end = used if one.end is None else min(used, one.end)
+
+
 class _Live:
     """What is alive at one moment, by address."""
 
@@ -105,9 +138,10 @@ class _Live:
         self._addresses: list[int] = []
 
     def add(self, one: Allocation) -> None:
-        for other in self._overlapping(one.address, one.nbytes):  # its end was not reported: in an unrecorded thread
+        for other in self._overlapping(one.address, one.nbytes):
             assert one.start is not None
             self.end(other.address, one.start)
+            other.is_overdue = True
         self.everything.append(one)
         self._at[one.address] = one
         insort(self._addresses, one.address)
@@ -125,6 +159,7 @@ class _Live:
             others = self._overlapping(sighting.address, sighting.nbytes)
             for other in others:  # it has taken their place in an unrecorded thread, nobody knows when
                 self.end(other.address, at)
+                other.is_overdue = True
             found = Allocation(sighting.address, sighting.nbytes, at if others else None)
             self.add(found)
         found.seen.append(sighting)

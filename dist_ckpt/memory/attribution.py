@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dist_ckpt.compat import zero
 from dist_ckpt.compat.profiler import Op, TensorInput, Trace
 from dist_ckpt.memory.allocations import Allocation, Sighting
 from dist_ckpt.memory.step_profile import Holding, Kind, merge_holdings
@@ -22,6 +23,10 @@ _KINDS_OF_OPS: tuple[tuple[str, Kind], ...] = (
     ("gloo:", "communication"),
     ("nccl:", "communication"),
     ("DistributedDataParallel.", "communication"),
+    ("FullyShardedDataParallel._pre_", "unsharded"),
+    ("FullyShardedDataParallel._post_backward_hook", "communication"),
+    (zero.GATHERS, "unsharded"),
+    (zero.REDUCES, "communication"),
 )
 """By what the name of an operation begins with: what is allocated in it, first match wins."""
 _OF_MODULE = re.compile(r"^FSDP::\w+ \((.+)\)$")
@@ -89,6 +94,10 @@ class Attribution:
         if place.node < 0 and any(one.start <= turn < one.end for turn in self._turns):
             return "activations"
         return "recompute" if place.redone else "temporary"
+
+    def is_exchanged(self, one: Allocation) -> bool:
+        """Whether it was made for a collective."""
+        return self._place(one.op).kind == "communication"
 
     def module(self, one: Allocation) -> str | None:
         """In whose call it was made; in backward, of the operation whose gradient is computed."""

@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from dist_ckpt.blocks import find_blocks
-from dist_ckpt.compat import profiler
+from dist_ckpt.compat import profiler, zero
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.errors import MeasureError, PlanError
-from dist_ckpt.memory.allocations import Sighting, follow, sightings
+from dist_ckpt.memory.allocations import Sighting, end_unreported, follow, sightings
 from dist_ckpt.memory.attribution import MODULE, Attribution
 from dist_ckpt.memory.holders import holder_of, visible_tensors
 from dist_ckpt.memory.ledger import Category, Owner
@@ -102,9 +102,11 @@ class Recording:
             self._mark()
             self._see_owners(owners)
             self._see_given(self._inputs)
+            self._inputs = []  # kept alive no longer than by others
             self._see_visible()
             self._begin = self._mark()  # what all of this took is no part of the step
             marked = {module: f"{MODULE}{name}" for module, name in self._names.items()}
+            stack.enter_context(zero.work_marked(profiler.span))
             stack.enter_context(profiler.calls_marked(marked, self._called))
             self._depth = stack.pop_all()
         return self
@@ -165,6 +167,8 @@ class Recording:
         )
         turns = [] if self._after_forwards else [one.start for one in found if one.name == "backward"]
         attribution = Attribution(trace, turns)
+        at_end = {sighting.address for sighting in self._seen if sighting.mark == self._end}
+        end_unreported(allocations, trace.ops, lambda one: attribution.is_exchanged(one) and one.address not in at_end)
         timeline = Timeline.of([(one, attribution.kind(one)) for one in allocations], start, end)
         peak = timeline.peak(start, end + 1)
         at_peak = timeline.at(peak)
