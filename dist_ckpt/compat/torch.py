@@ -89,7 +89,10 @@ class NodeKind:
 def saved_tensors(node: Any, kind: NodeKind) -> Iterator[Any]:
     """What one autograd node keeps, without unpacking it: ``SavedTensor`` handles, and plain tensors."""
     for name in kind.handles:
-        handle = getattr(node, name)
+        try:
+            handle = getattr(node, name)
+        except RuntimeError:  # a custom Function's, through which a backward has gone; others have empty handles then
+            continue
         if isinstance(handle, tuple):  # TensorList arguments, and save_for_backward of a custom Function
             yield from (one for one in handle if one is not None)
         elif handle is not None:
@@ -344,6 +347,12 @@ def frame_inputs(frame: Any) -> Iterator[Any]:
         return
     kwargs = _captured(frame.recompute_fn, "kwargs") or {}
     yield from (leaf for leaf in tree_leaves(kwargs) if isinstance(leaf, Tensor))
+
+
+def frame_recomputed(frame: Any) -> Iterator[Tensor]:
+    """What a frame's recompute has made so far and backward has not used yet."""
+    for tensors in frame.recomputed.values():
+        yield from (tensor for tensor in tensors.values() if isinstance(tensor, Tensor))
 
 
 def is_unseen(frame: Any, function: str, made: int) -> bool:

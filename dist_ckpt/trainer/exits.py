@@ -46,20 +46,15 @@ def root_mistake(error: BaseException) -> BaseException:
 
 def code_of(error: BaseException) -> ExitCode:
     """The exit code that an exception means."""
-    import torch
+    from dist_ckpt.memory.failure import out_of_memory_in  # imports torch
 
     if isinstance(error, StateWriteError):
         return ExitCode.FAULT
     if isinstance(error, DistCkptError):
         return ExitCode.MISTAKE
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _is_cpu_out_of_memory(error):
+    if out_of_memory_in(error) is not None:
         return ExitCode.OUT_OF_MEMORY
     return ExitCode.FAULT
-
-
-def _is_cpu_out_of_memory(error: BaseException) -> bool:
-    """torch 2.13 has no type for a failed CPU allocation: a plain RuntimeError contains the allocator's name."""
-    return type(error) is RuntimeError and "DefaultCPUAllocator: " in str(error)
 
 
 def record_exit(run_dir: Path, code: ExitCode, reason: str, **details: Any) -> bool:

@@ -36,6 +36,7 @@ from dist_ckpt.trainer.reporting import facts_of, open_records, wants_prediction
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from dist_ckpt.memory.limits import MemoryLimit
     from dist_ckpt.trainer.data.corpus import Files
 
 
@@ -73,7 +74,7 @@ class Job:
         check_model_sizes(config, source.vocab_size, source.max_seq_len)
         sample = Sample.of(config, source)
         policy = asked_policy(config, len(blocks_if_any(source.model)))
-        plan = make_plan(sample.model, policy, sample.batch, sample.loss, _stages(config, source))
+        plan = make_plan(sample.model, policy, sample.batch, sample.loss, stages_of(config, source))
         engine = build_engine(config, place, device, source)
         if problems := engine.refuses(plan):
             raise PlanError("; ".join(problems))
@@ -124,8 +125,11 @@ class Job:
         return f"of each stage\n{stage_table(costs)}" if self.plan.stages else str(costs[0].micro_batch)
 
 
-def train(job: Job, folder: RunFolder) -> bool:
+def train(job: Job, folder: RunFolder, limit: MemoryLimit) -> bool:
     """Trains as the configuration says; needs the process group.
+
+    Args:
+        limit: on this rank's memory, lifted before anything deals with an error.
 
     Returns:
         Whether all steps were done; False after a SIGTERM.
@@ -155,7 +159,8 @@ def train(job: Job, folder: RunFolder) -> bool:
     if place.rank == 0:  # only now: a state that is refused leaves the folder's earlier run as it was
         write_start(config, folder, job.plan, costs)
     with open_records(config, folder, place, loop.step, console.say) as records:
-        done = loop.run(records.sinks)
+        with limit:
+            done = loop.run(records.sinks)
         _show_end(job, loop, console, costs)
         records.code = ExitCode.DONE if done else ExitCode.TERMINATED
     console.say(loop.summary())
@@ -258,7 +263,7 @@ class Sample:
         return plan_cost(self.model, plan, self.batch, self.loss)
 
 
-def _stages(config: Config, source: ModelSource) -> tuple[tuple[str, ...], ...]:
+def stages_of(config: Config, source: ModelSource) -> tuple[tuple[str, ...], ...]:
     """The names of the modules of each pipeline stage; none without a pipeline.
 
     Raises:

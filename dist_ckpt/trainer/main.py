@@ -7,7 +7,9 @@ torch even before torch is imported, so that a typo costs no time.
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,8 +19,10 @@ from dist_ckpt.trainer.exits import FINAL, ExitCode, forget_exit, record_exit, r
 from dist_ckpt.trainer.process import Place, leave, leave_with_rank_zero, log_to, start_process_group
 from dist_ckpt.trainer.program import accept, begin, fail, find_data, not_recorded, print_error, read
 from dist_ckpt.trainer.run_folder import RunFolder, check_run_folder, claim_run_folder, find_run_folder, may_write_to
+from dist_ckpt.trainer.watch import failures_watched
 
 if TYPE_CHECKING:
+    from dist_ckpt.memory.limits import MemoryLimit
     from dist_ckpt.trainer.job import Job
 
 
@@ -39,15 +43,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
             check_run_folder(config, restarted=place.restarts > 0)
 
         from dist_ckpt.trainer.job import Job
+        from dist_ckpt.trainer.memory_limit import limit_memory
 
         job = Job.build(config, place, files)
         if config.dry_run:
             print(job.forecast())
             leave(ExitCode.DONE)
+        limit = limit_memory(config, job.device)
         folder = claim_run_folder(config, restarted=place.restarts > 0) if place.rank == 0 else None
     except DistCkptError as error:
         _leave_with_mistake(place, config, arguments, str(error))
-    leave(_run(job, folder))
+    leave(_run(job, folder, limit))
 
 
 def _stop_if_final(config: Config) -> None:
@@ -59,23 +65,32 @@ def _stop_if_final(config: Config) -> None:
         leave(last[0])
 
 
-def _run(job: Job, folder: RunFolder | None) -> ExitCode:
+def _run(job: Job, folder: RunFolder | None, limit: MemoryLimit) -> ExitCode:
     """The run itself. Whatever ends it is recorded, and printed by the rank on which it happened.
 
     Args:
         folder: on rank 0, which sends it to the others.
+        limit: on this rank's memory.
     """
     from dist_ckpt.trainer.job import agree_on_folder, end_process_group, train
+    from dist_ckpt.trainer.post_mortem import explain
 
     place = job.place
-    try:
-        start_process_group(place, job.device.type)
-        folder = agree_on_folder(folder)
-        log_to(folder.log(place.rank))
-        done = train(job, folder)
-        end_process_group()
-    except BaseException as error:  # whatever it is: every rank's process ends here
-        return fail(error, folder, place)
+    with ExitStack() as stack:
+        try:
+            with limit:
+                start_process_group(place, job.device.type)
+                folder = agree_on_folder(folder)
+                log_to(folder.log(place.rank))
+                stack.enter_context(failures_watched(folder.path))
+                done = train(job, folder, limit)
+                end_process_group()
+        except BaseException as error:  # whatever it is: every rank's process ends here
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when a rank that has less to write has gone
+            code = fail(error, folder, place)
+            if folder is not None:
+                explain(error, job, folder, limit)
+            return code
     code = ExitCode.DONE if done else ExitCode.TERMINATED
     if place.rank == 0:
         try:

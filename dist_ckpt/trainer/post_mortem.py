@@ -1,0 +1,193 @@
+"""What a rank that ran out of memory leaves behind: ``oom/rank_r.json``, and the page that shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dist_ckpt.errors import DistCkptError
+from dist_ckpt.memory.failure import out_of_memory_in
+from dist_ckpt.memory.post_mortem import PostMortem, post_mortem
+from dist_ckpt.planning import make_plan
+from dist_ckpt.policy import policy_from
+from dist_ckpt.report.jsonl import read_json_lines
+from dist_ckpt.trainer.job import Job, Sample, stages_of
+from dist_ckpt.trainer.models.source import model_source
+from dist_ckpt.trainer.program import print_error
+from dist_ckpt.trainer.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from dist_ckpt.cost import StageCost
+    from dist_ckpt.memory.limits import MemoryLimit
+
+_log = logging.getLogger(__name__)
+
+PATIENCE_S = 8.0
+"""How long it may take to find out what other policies would cost."""
+POLICIES = ("selective", "full", "nested")
+"""Those worth a try, from the least recomputed to the most."""
+_WITH_ACTIVATIONS = ("forward", "loss", "recompute", "backward")
+"""Phases in which a policy has a say in what is alive."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change that saves activations, and what it should save on this rank, by prediction."""
+
+    change: str
+    """As on the command line."""
+    saved_bytes: int
+    """Activations at the peak with it."""
+    saving_bytes: int
+    """How much less than now that is."""
+    recomputed: float
+    """Extra FLOPs, as a fraction of those without a policy."""
+
+
+def explain(error: BaseException, job: Job, folder: RunFolder, limit: MemoryLimit) -> None:
+    """Writes down what filled memory, if that is what an error is about.
+
+    It never raises: the run has ended for another reason, which must not be hidden.
+    """
+    if out_of_memory_in(error) is None:
+        return
+    try:
+        found = _examine(error, job, limit)
+        record = found.to_dict() | {"suggestions": [], "advice": advice(found), **_last_report(folder)}
+        path = folder.oom / f"rank_{job.place.rank}.json"
+        where = _write(path, record)  # now: what follows takes time
+        print_error(f"rank {job.place.rank}: what filled memory is in {where}", kind="note")
+        if found.place.phase in _WITH_ACTIVATIONS:
+            record["suggestions"] = [dataclasses.asdict(one) for one in suggestions(job, found.stage)]
+            _write(path, record)
+    except BaseException as problem:
+        _log.exception("the post-mortem could not be written")
+        print_error(f"the post-mortem could not be written: {type(problem).__name__}: {problem}", kind="warning")
+
+
+def _examine(error: BaseException, job: Job, limit: MemoryLimit) -> PostMortem:
+    engine = job.engine
+    is_prepared = hasattr(engine, "meter")  # the last thing that preparing an engine does
+    return post_mortem(
+        error,
+        getattr(engine, "model", job.model),
+        engine.owners if is_prepared else None,
+        rank=job.place.rank,
+        stage=getattr(engine, "stage", None),
+        step=engine.step + 1,
+        limit=limit,
+    )
+
+
+def advice(found: PostMortem) -> str:
+    """What is to be done, in a sentence or two."""
+    if found.place.phase in _WITH_ACTIVATIONS:
+        return "Recompute more, or make micro-batches smaller and accumulate more of them."
+    what = {
+        "setup": "The model and its optimizer do not fit",
+        "optimizer": "Parameters, gradients and optimizer states do not fit, with what the update needs besides",
+        "evaluation": "Validation keeps no activations: its largest tensors are the logits of a micro-batch",
+        "saving": "Saving or loading a training state needs copies",
+    }.get(found.place.phase, "No policy changes what is alive here")
+    return (
+        f"{what}. No policy helps with that: shard over more ranks (engine=fsdp2, or ZeRO 3), offload with DeepSpeed, "
+        "or make the model smaller."
+    )
+
+
+def suggestions(job: Job, stage: int | None) -> list[Suggestion]:
+    """Policies that would keep less than the run's, and half the micro-batch, as far as there is time to ask.
+
+    Measured as ``plan_cost`` does it, on a model without memory.
+
+    Args:
+        stage: of the pipeline, that this rank runs.
+    """
+    found: list[Suggestion] = []
+    with _at_most(PATIENCE_S):
+        now = _cost(job, stage)
+        for change, other in _alternatives(job):
+            cost = _cost(other, stage)
+            if cost.saved_bytes < now.saved_bytes:
+                extra = cost.micro_batch.recomputed_flops / max(cost.micro_batch.baseline_flops, 1)
+                found.append(Suggestion(change, cost.saved_bytes, now.saved_bytes - cost.saved_bytes, extra))
+    return found
+
+
+def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
+    """Changes, as on the command line, and the jobs that they make; those that the engine refuses are left out."""
+    config = job.config
+    for mode in POLICIES:
+        with suppress(DistCkptError):
+            source = model_source(config.model, config.train.seed)
+            sample = Sample.of(config, source)
+            plan = make_plan(
+                sample.model, policy_from({"mode": mode}), sample.batch, sample.loss, stages_of(config, source)
+            )
+            if not job.engine.refuses(plan):
+                yield f"ckpt={mode}", dataclasses.replace(job, plan=plan)
+    if config.train.micro_batch > 1:
+        half = config.train.micro_batch // 2
+        accum = config.resolved_grad_accum(job.place.world_size) * config.train.micro_batch // half
+        train = dataclasses.replace(config.train, micro_batch=half, grad_accum=accum, global_batch=None)
+        smaller = dataclasses.replace(job, config=dataclasses.replace(config, train=train))
+        yield f"train.micro_batch={half} train.grad_accum={accum}", smaller
+
+
+def _cost(job: Job, stage: int | None) -> StageCost:
+    source = model_source(job.config.model, job.config.train.seed)  # the job's own has memory, and is sharded
+    return dataclasses.replace(job, source=source).costs()[stage or 0]
+
+
+class _OutOfTime(Exception):
+    """Raised wherever the main thread is."""
+
+
+@contextmanager
+def _at_most(patience_s: float) -> Iterator[None]:
+    """Ends what runs inside after a time, without an error. Only for the main thread."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, patience_s)
+    try:
+        yield
+    except _OutOfTime:
+        _log.info("no more time for predictions")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> Path:
+    """Writes the record and its page, and returns the one to look at: the record, if pages cannot be made here."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if find_spec("jinja2") is None:
+        return path
+    from dist_ckpt.report.html.out_of_memory import out_of_memory_page  # needs an extra
+
+    page = path.with_suffix(".html")
+    page.write_text(out_of_memory_page(record), encoding="utf-8")
+    return page
+
+
+def _last_report(folder: RunFolder) -> dict[str, Any]:
+    """Every rank's memory as it was reported last, which may be some steps ago; ``heaviest_rank`` among them."""
+    reports = read_json_lines(folder.memory) if folder.memory.exists() else []
+    if not reports:
+        return {"last_report": None, "heaviest_rank": None}
+    ranks: Sequence[dict[str, Any]] = reports[-1]["ranks"]
+    heaviest = max(ranks, key=lambda rank: rank["peak"] if rank["peak"] is not None else rank["accounted"] or 0)
+    return {"last_report": reports[-1], "heaviest_rank": heaviest["rank"]}
