@@ -149,28 +149,29 @@ def steps_chart(
     from_zero: bool,
 ) -> Chart:
     """Values over steps; of long runs, some of them."""
-    drawn, notes = {}, ""
+    drawn, notes = {}, []
     for name, (places, values) in curves.items():
-        kept, notes = thinned(len(places), POINTS, "steps", "metrics.jsonl")
+        kept, note = thinned(len(places), POINTS, "steps", "metrics.jsonl")
+        notes.append(note)
         drawn[name] = ([places[n] for n in kept], [_finite(values[n]) for n in kept])
     rows = [
         (int(place), name, value)
         for name, (places, values) in curves.items()
         for place, value in zip(places, values, strict=True)
     ]
-    kept, note = thinned(len(rows), ROWS, "values", "metrics.jsonl")
+    kept, rows_note = thinned(len(rows), ROWS, "values", "metrics.jsonl")
     several = len(curves) > 1
     return Chart(
         title,
         f"{title} over steps.",
         figures.lines(drawn, x="step", y=unit, from_zero=from_zero),
         Table(
-            title.lower(),
+            title,
             ("step", *(("of",) if several else ()), unit),
             tuple((step, *((name,) if several else ()), value) for step, name, value in (rows[n] for n in kept)),
-            note,
+            rows_note,
         ),
-        notes,
+        " ".join(dict.fromkeys(filter(None, notes))),
     )
 
 

@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from dist_ckpt.memory.step_profile import Phase, StepProfile
-from dist_ckpt.report.html.figures import CAPACITY_IN_SIGHT, STACKED, Figure, Scale, _pattern
+from dist_ckpt.report.html.figures import CAPACITY_IN_SIGHT, STACKED, Figure, Scale, pattern
+from dist_ckpt.report.html.page import in_bytes
 
 CURVE_POINTS = 400
 """Moments of a rank's curves in a page; of those between, the highest."""
@@ -52,11 +53,23 @@ def timeline(profile: StepProfile, capacity: int | None = None) -> Figure:
             "line": {"width": 0, "shape": "hv", "color": f"${kind}"},
             "fillcolor": f"${kind}",
             "hovertemplate": f"%{{y:,.3f}} {scale.unit}",
-            **({"fillpattern": _pattern(kind)["pattern"] | {"fillmode": "overlay"}} if _pattern(kind) else {}),
+            **({"fillpattern": pattern(kind)["pattern"]} if pattern(kind) else {}),
         }
         for kind in STACKED
         if any(profile.timeline.get(kind, ()))  # type: ignore[call-overload]
     ]
+    totals = [sum(profile.timeline[kind][n] for kind in profile.timeline) for n in moments]
+    everything = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "all",
+        "x": milliseconds,
+        "y": [scale(total) for total in totals],
+        "line": {"width": 0, "color": "$ink"},
+        "text": [_doing(profile, profile.times_s[n]) for n in moments],
+        "hovertemplate": f"<b>%{{y:,.3f}} {scale.unit}</b>, %{{text}}<extra></extra>",
+        "showlegend": False,
+    }
     peak_ms = 1e3 * profile.peak_s
     on_the_right = profile.peak_s > 0.6 * profile.duration_s
     layout: dict[str, Any] = {
@@ -64,14 +77,17 @@ def timeline(profile: StepProfile, capacity: int | None = None) -> Figure:
         "bargap": 0.12,
         "barmode": "overlay",
         "hovermode": "x unified",
+        "hoversubplots": "axis",
         "uniformtext": {"mode": "hide", "minsize": 9},
-        "xaxis": {"title": {"text": "ms from the start of the step"}, "anchor": "y2", "range": _whole(profile)},
+        "xaxis": {
+            "title": {"text": "ms from the start of the step"}, "anchor": "y2", "range": _whole(profile),
+            "unifiedhovertitle": {"text": "%{x:,.2f} ms"},
+        },
         "yaxis": {"title": {"text": scale.unit}, "domain": [0.36, 1], "range": [0, scale(1.12 * profile.peak_bytes)]},
         "yaxis2": {
             "domain": [0, 0.31], "type": "category", "categoryorder": "array", "categoryarray": list(_LANES),
             "range": [-0.6, len(_LANES) - 0.4], "showgrid": False,
         },
-        "legend": {"y": -0.16},
         "shapes": [_upright(peak_ms, "$ink", "dot"), *_borders(profile.phases)],
         "annotations": [
             {
@@ -88,43 +104,50 @@ def timeline(profile: StepProfile, capacity: int | None = None) -> Figure:
             {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": place, "y1": place, "line": line}
         )
         layout["yaxis"]["range"] = [0, max(1.05 * place, layout["yaxis"]["range"][1])]
-    return {"data": [*areas, _phase_lane(profile.phases), *_work_lanes(profile)], "layout": layout}
+    return {"data": [everything, *areas, _phase_lane(profile.phases), *_work_lanes(profile)], "layout": layout}
 
 
 def at_peak(profile: StepProfile) -> Figure:
-    """What is alive at the peak, as nested areas: kinds, in them modules, in these operations."""
-    scale = Scale.of([profile.peak_bytes])
+    """What is alive at the peak, as nested areas: kinds, in them blocks, in these what made it."""
     tiles: dict[tuple[str, ...], int] = defaultdict(int)
     for one in profile.holdings:
-        path = (one.kind, one.module or "outside any module", one.source)
-        for depth in range(1, 4):
+        block, rest = _block_and_rest(one.module)
+        path = ("", one.kind, block, f"{rest}: {one.source}" if rest else one.source)
+        for depth in range(1, len(path) + 1):
             tiles[path[:depth]] += one.nbytes
     if profile.rest_bytes > 0:
-        tiles["smaller than those listed",] += profile.rest_bytes
-    colors = [f"${path[0]}" if path[0] in profile.at_peak else "$soft" for path in tiles]
+        tiles["",] += profile.rest_bytes
+        tiles["", "all that is smaller"] = profile.rest_bytes
+    colors = [f"${path[1]}" if path[1:] and path[1] in profile.at_peak else "$soft" for path in tiles]
     return {
         "data": [
             {
                 "type": "treemap",
                 "ids": ["/".join(path) for path in tiles],
                 "parents": ["/".join(path[:-1]) for path in tiles],
-                "labels": [path[-1] for path in tiles],
-                "values": [scale(nbytes) for nbytes in tiles.values()],
-                "branchvalues": "remainder",
+                "labels": [path[-1] or "all" for path in tiles],
+                "values": list(tiles.values()),
+                "text": [in_bytes(nbytes) for nbytes in tiles.values()],
+                "branchvalues": "total",
+                "root": {"color": "$soft"},
                 "marker": {
                     "colors": colors,
                     "line": {"color": "$card", "width": 1},
                     "pad": {"t": 20, "l": 3, "r": 3, "b": 3},
                 },
                 "textfont": {"color": "$card"},
-                "texttemplate": f"%{{label}}<br>%{{value:,.3~f}} {scale.unit}",
-                "hovertemplate": f"%{{id}}: %{{value:,.3f}} {scale.unit}<extra></extra>",
-                "pathbar": {"visible": True, "thickness": 22},
+                "texttemplate": "%{label}<br>%{text}",
+                "hovertemplate": "%{id}: %{text}<extra></extra>",
+                "pathbar": {"visible": False},
                 "tiling": {"pad": 1},
                 "sort": True,
             }
         ],
-        "layout": {"height": 420, "margin": {"l": 0, "r": 0, "t": 26, "b": 0}},
+        "layout": {
+            "height": 440,
+            "uniformtext": {"mode": "hide", "minsize": 9},
+            "margin": {"l": 0, "r": 0, "t": 4, "b": 0},
+        },
     }
 
 
@@ -176,7 +199,6 @@ def schedule(profiles: Mapping[int, StepProfile]) -> Figure:
             "domain": [1 - share, 1], "type": "category", "categoryorder": "array", "categoryarray": lanes,
             "showgrid": False,
         },
-        "legend": {"y": -0.3},
     }  # fmt: skip
     return {"data": [*bars, *held], "layout": layout}
 
@@ -193,6 +215,16 @@ def in_flight_curve(profile: StepProfile) -> tuple[tuple[float, int], ...]:
         count += change
         curve.append((moment, count))
     return (*curve, (profile.duration_s, count))
+
+
+def _doing(profile: StepProfile, moment: float) -> str:
+    """The phase at a moment, and the module that runs, the innermost one."""
+    phase = next((named(one) for one in profile.phases if one.start_s <= moment <= one.end_s), "")
+    running = [span for span in profile.spans if span.start_s <= moment < span.end_s]
+    if not running:
+        return phase
+    span = max(running, key=lambda one: one.start_s)
+    return f"{phase}: {span.work} of {span.module or 'the model'}"
 
 
 def _whole(profile: StepProfile) -> list[float]:
@@ -213,7 +245,7 @@ def _phase_lane(phases: Sequence[Phase]) -> dict[str, Any]:
     names = [named(phase) for phase in phases]
     places = [(phase.start_s, phase.end_s) for phase in phases]
     colors = [_PHASE_COLORS[phase.name] for phase in phases]
-    return _lane("phase", ["phase"] * len(phases), places, names, colors, names)
+    return _lane("phase", ["phase"] * len(phases), places, names, colors)
 
 
 def _work_lanes(profile: StepProfile) -> list[dict[str, Any]]:
@@ -223,10 +255,8 @@ def _work_lanes(profile: StepProfile) -> list[dict[str, Any]]:
         spans = [span for span in longest if span.work == work]
         if spans:
             names = [span.module or "the model" for span in spans]
-            batches = ["" if span.micro_batch is None else f", micro-batch {span.micro_batch}" for span in spans]
-            texts = [f"{work} of {name}{batch}" for name, batch in zip(names, batches, strict=True)]
             places = [(span.start_s, span.end_s) for span in spans]
-            lanes.append(_lane(work, [work] * len(spans), places, [_short(name) for name in names], color, texts))
+            lanes.append(_lane(work, [work] * len(spans), places, [_short(name) for name in names], color))
     return lanes
 
 
@@ -236,11 +266,22 @@ def _lane(
     places: Sequence[tuple[float, float]],
     texts: Sequence[str],
     color: str | Sequence[str],
-    hover: Sequence[str],
+    hover: Sequence[str] | None = None,
     show: bool = False,
 ) -> dict[str, Any]:
-    """Bars from one moment to another, in lanes."""
+    """Bars from one moment to another, in lanes.
+
+    Args:
+        hover: what each says to a pointer; None where it says nothing, as Plotly looks for bars at their lengths when
+            it speaks of one moment in all curves.
+    """
     milliseconds = [1e3 * (end - start) for start, end in places]
+    told = {"hovertemplate": "%{customdata}<extra></extra>"}
+    said: dict[str, Any] = (
+        {"hoverinfo": "skip"}
+        if hover is None
+        else {"customdata": [f"{text}: {one:,.3g} ms" for text, one in zip(hover, milliseconds, strict=True)], **told}
+    )
     return {
         "type": "bar",
         "orientation": "h",
@@ -255,10 +296,18 @@ def _lane(
         "textangle": 0,
         "insidetextfont": {"color": "$card"},
         "marker": {"color": color if isinstance(color, str) else list(color), "line": {"color": "$card", "width": 0.5}},
-        "customdata": [f"{text}: {one:,.3g} ms" for text, one in zip(hover, milliseconds, strict=True)],
-        "hovertemplate": "%{customdata}<extra></extra>",
         "showlegend": show,
+        **said,
     }
+
+
+def _block_and_rest(module: str | None) -> tuple[str, str]:
+    """A module's block and its place in there: ``layers.3`` and ``attention.wq``."""
+    if module is None:
+        return "outside any module", ""
+    parts = module.split(".")
+    end = next((n for n, part in enumerate(parts, start=1) if part.isdigit()), 1)
+    return ".".join(parts[:end]) or "the model itself", ".".join(parts[end:])
 
 
 def _short(module: str) -> str:

@@ -61,7 +61,7 @@ def stacked_bars(
             "name": name,
             "x": list(labels),
             "y": [scale(value) for value in values],
-            "marker": {"color": f"${name}", "line": {"color": "$card", "width": 1 if few else 0}, **_pattern(name)},
+            "marker": {"color": f"${name}", "line": {"color": "$card", "width": 0.5 if few else 0}, **pattern(name)},
             "hovertemplate": f"{axis} %{{x}}: %{{y:,.3f}} {scale.unit}",
         }
         for name, values in _in_order(stacks)
@@ -112,7 +112,7 @@ def grouped_bars(labels: Sequence[str], groups: Mapping[str, Sequence[int | None
         ],
         "layout": {
             "barmode": "group",
-            "bargap": 0.35,
+            "bargap": 0.35 if len(labels) > 2 else 0.6,
             "height": 340,
             "xaxis": {"type": "category", "title": {"text": axis}},
             "yaxis": {"title": {"text": scale.unit}, "rangemode": "tozero"},
@@ -142,6 +142,7 @@ def lines(
                 "name": name,
                 "x": list(places),
                 "y": list(values),
+                "connectgaps": True,
                 "line": {"color": SERIES[n % len(SERIES)], "width": 2},
                 "marker": {"size": 5},
                 "hovertemplate": f"{x} %{{x}}: %{{y:,.4~g}} {y}",
@@ -229,7 +230,7 @@ def pareto(trades: Sequence[Trade]) -> Figure:
 def _room(values: Sequence[float], share: float) -> dict[str, Any]:
     """A range of an axis with room for labels on both sides."""
     least, most = min(values), max(values)
-    room = share * ((most - least) or most or 1.0)
+    room = max(share * (most - least), 0.05 * most)
     return {"range": [least - room, most + room]}
 
 
@@ -238,11 +239,10 @@ def _in_order(stacks: Mapping[str, Sequence[int]]) -> list[tuple[str, Sequence[i
     return sorted(stacks.items(), key=lambda item: places.get(item[0], len(places)))
 
 
-def _pattern(name: str) -> dict[str, Any]:
+def pattern(name: str) -> dict[str, Any]:
     """What nobody owns is hatched: it stands out without its color too."""
-    return (
-        {"pattern": {"shape": "/", "size": 6, "solidity": 0.35, "fgcolor": "$card"}} if name == "unattributed" else {}
-    )
+    hatch = {"shape": "/", "size": 6, "solidity": 0.35, "fgcolor": "$card", "fillmode": "overlay"}
+    return {"pattern": hatch} if name == "unattributed" else {}
 
 
 def _totals(labels: Sequence[str], totals: Sequence[int], scale: Scale) -> dict[str, Any]:

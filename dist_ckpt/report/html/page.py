@@ -112,6 +112,7 @@ class Listing:
     """Sentences, the most important first; each with a word on what it is worth, or none."""
 
     items: tuple[tuple[str, str], ...]
+    title: str = ""
 
 
 @dataclass(frozen=True)

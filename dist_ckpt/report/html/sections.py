@@ -52,7 +52,7 @@ def glance(run: RunData) -> tuple[Part, ...]:
     found = _advice(run)
     parts: list[Part] = [Facts(tuple(items))] if items else []
     if found:
-        parts += ["What to try next, the largest gain first:", Listing(found)]
+        parts.append(Listing(found, "What to try next, the largest gain first"))
     return tuple(parts)
 
 
@@ -251,7 +251,7 @@ def missing(run: RunData) -> tuple[Part, ...]:
         "how the run ended (exit.json): it is still going on, or was killed": run.exit is None,
     }
     items = tuple((text, "") for text, is_so in absent.items() if is_so)
-    return ("The run folder does not have:", Listing(items)) if items else ()
+    return (Listing(items, "The run folder does not have"),) if items else ()
 
 
 def _memory_facts(run: RunData) -> list[Fact]:
@@ -270,7 +270,9 @@ def _memory_facts(run: RunData) -> list[Fact]:
         most = rank.at_peak[kinds[0]] / known
         facts.append(
             Fact(
-                "Most of it", kinds[0], f"{most:.0%} of the peak; then {kinds[1]}, {rank.at_peak[kinds[1]] / known:.0%}"
+                "Largest part of it",
+                kinds[0],
+                f"{most:.0%} of the peak; then {kinds[1]}, {rank.at_peak[kinds[1]] / known:.0%}",
             )
         )
         unknown = rank.at_peak["unattributed"]

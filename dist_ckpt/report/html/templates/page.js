@@ -1,5 +1,6 @@
 "use strict";
 (() => {
+  document.documentElement.classList.add("js");
   const named = () => {
     const style = getComputedStyle(document.documentElement);
     const resolve = (value) => {
@@ -10,23 +11,24 @@
     };
     return resolve;
   };
-  const axis = { gridcolor: "$grid", linecolor: "$line", zerolinecolor: "$line", automargin: true };
+  const axis = { gridcolor: "$grid", linecolor: "$line", zerolinecolor: "$line", automargin: true, title: { standoff: 6 } };
   const shared = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 8, r: 12, t: 8, b: 8 }, height: 320,
-    legend: { orientation: "h", y: -0.18, yanchor: "top", x: 0, traceorder: "normal" }, hoverlabel: { namelength: -1 },
+    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, traceorder: "normal" }, hoverlabel: { namelength: -1 },
   };
-  const layoutOf = (figure, resolve) => {
+  const layoutOf = (figure, resolve, narrow) => {
     const layout = { ...shared, ...figure.layout };
     layout.font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: "$ink" };
     layout.hoverlabel = { ...shared.hoverlabel, bgcolor: "$card", bordercolor: "$line", font: { color: "$ink" } };
     layout.legend = { ...shared.legend, ...figure.layout.legend };
     for (const key of new Set(["xaxis", "yaxis", ...Object.keys(layout).filter((k) => /^[xy]axis\d*$/.test(k))]))
-      layout[key] = { ...axis, ...layout[key] };
+      layout[key] = { ...axis, ...layout[key], title: { ...axis.title, ...layout[key]?.title } };
+    if (narrow) layout.height *= 1.15;
     return resolve(layout);
   };
   const draw = (chart) => {
     const figure = JSON.parse(chart.nextElementSibling.textContent), resolve = named();
-    Plotly.react(chart, resolve(figure.data), layoutOf(figure, resolve), { responsive: true, displaylogo: false, displayModeBar: false });
+    Plotly.react(chart, resolve(figure.data), layoutOf(figure, resolve, chart.clientWidth < 480), { responsive: true, displaylogo: false, displayModeBar: false });
   };
   const visible = () => [...document.querySelectorAll("[data-chart]")].filter((chart) => chart.offsetParent !== null);
   for (const select of document.querySelectorAll("select[data-panels]")) {
