@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 def _write(runs: Sequence[Path], out: Path) -> None:
     try:
-        from dist_ckpt.report.html import write_report
+        from dist_ckpt.report.html.report import write_report
     except ImportError as error:
         raise ReportError(f"{error}: pip install 'dist_ckpt[train,report]'") from error
     write_report(runs, out)

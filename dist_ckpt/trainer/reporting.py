@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dist_ckpt.report.advice import RunFacts
+from dist_ckpt.report.html.sink import HtmlSink
 from dist_ckpt.report.jsonl import RunFiles
 from dist_ckpt.report.sinks import Sink
 from dist_ckpt.report.wandb import WandbSink
@@ -59,10 +60,17 @@ def open_records(
 def _sinks(
     config: Config, folder: RunFolder, place: Place, after_step: int, say: Callable[[str], None]
 ) -> Sequence[Sink]:
-    files = RunFiles(folder.metrics, folder.memory, folder.profiles, after_step)
-    if config.report.wandb is Wandb.disabled:
-        return (files,)
-    wandb = WandbSink(
+    """In the order in which they finish: the page is made of the files, and uploaded with the rest."""
+    sinks: list[Sink] = [RunFiles(folder.metrics, folder.memory, folder.profiles, after_step)]
+    if config.report.html:
+        sinks.append(HtmlSink(folder.path, folder.report, say))
+    if config.report.wandb is not Wandb.disabled:
+        sinks.append(_wandb(config, folder, place, after_step, say))
+    return sinks
+
+
+def _wandb(config: Config, folder: RunFolder, place: Place, after_step: int, say: Callable[[str], None]) -> Sink:
+    return WandbSink(
         folder.path,
         mode=config.report.wandb.value,
         project=config.report.wandb_project,
@@ -73,7 +81,6 @@ def _sinks(
         same_run=place.restarts > 0 or config.train.resume in (None, "auto"),
         say=say,
     )
-    return (files, wandb)
 
 
 def wants_prediction(config: Config) -> bool:
