@@ -46,6 +46,9 @@ class RankMemory:
     alloc_retries: int | None = None
     """How often the allocator had to give back its cache to serve a request."""
     at_peak: dict[str, Any] | None = None
+    """What ``peak`` consists of, by kind, and its ``phase``; after a deep step alone."""
+    leak: str | None = None
+    """Memory that has been growing from report to report, in words; see :class:`~dist_ckpt.memory.leaks.LeakWatch`."""
 
     @property
     def unattributed(self) -> int | None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format_bytes
 from dist_ckpt.memory.step_profile import KINDS
 from dist_ckpt.report.advice import Advice
+from dist_ckpt.report.advice.view import ranks_named
 
 
 class Console:
@@ -27,6 +28,8 @@ class Console:
         self._total = total_steps
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._told: set[str] = set()
+        """Leaks that have been said."""
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
@@ -48,6 +51,16 @@ class Console:
             self._progress.update(self._task, completed=step, description=text)
         else:
             self.say(f"step {step}/{self._total}  {text}")
+
+    def leaks(self, report: MemoryReport) -> None:
+        """Says what grows from report to report, once."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank in report.ranks:
+            if rank.leak is not None and rank.leak not in self._told:
+                ranks_of.setdefault(rank.leak, []).append(rank.rank)
+        for leak, ranks in ranks_of.items():
+            self.say(f"warning: {ranks_named(ranks)}: {leak}")
+        self._told.update(ranks_of)
 
     def stop(self) -> None:
         if self._progress is not None:

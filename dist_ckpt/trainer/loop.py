@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dist_ckpt.batch import IGNORE_INDEX, Batch
 from dist_ckpt.engines import Engine, StepResult
 from dist_ckpt.errors import StateError
+from dist_ckpt.memory.leaks import LeakWatch
 from dist_ckpt.memory.meter import gather_report
 from dist_ckpt.memory.records import MemoryReport
 from dist_ckpt.memory.step_profile import StepProfile
@@ -71,6 +72,7 @@ class Loop:
         """The one of the deep step, once it is done."""
         self.profiles: tuple[StepProfile, ...] = ()
         """On rank 0: what the deep step has found, a profile a rank."""
+        self._leaks = LeakWatch(engine.owners, engine.device)
         self._first_step = 0
         self._last: StepResult | None = None
         self._saved_at: int | None = None
@@ -195,8 +197,11 @@ class Loop:
         self.position += size * ranks * self.grad_accum
         if measure:
             assert self.engine.memory is not None
-            self.report = gather_report(self.engine.memory)
+            leak = self._leaks.look(number)
+            memory = dataclasses.replace(self.engine.memory, leak=None if leak is None else str(leak))
+            self.report = gather_report(memory)
             self.deep_report = self.report if deep else self.deep_report
+            self.console.leaks(self.report)
         line: dict[str, float | int] = {
             "step": number,
             "loss": result.loss,

@@ -132,6 +132,16 @@ def test_advice_is_printed_below_with_what_it_gains() -> None:
     assert lines == ["      1.205  do [this]", "          -  or that"]
 
 
+def test_a_leak_is_said_once_for_all_ranks_that_have_it() -> None:
+    console, text = spoken()
+    ranks = [dataclasses.replace(rank, leak="it grows" if rank.rank else None) for rank in report(MIB, count=4).ranks]
+    for _ in range(2):
+        console.leaks(MemoryReport(7, tuple(ranks)))
+    assert text.getvalue() == "warning: ranks 1-3: it grows\n"
+    console.leaks(MemoryReport(8, (dataclasses.replace(ranks[0], leak="other"), *ranks[1:])))
+    assert text.getvalue().endswith("warning: rank 0: other\n")
+
+
 def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     Console(1).say("run folder: [red]/tmp/:smile:/x[/red]")
     Console(1, quiet=True).say("not heard")

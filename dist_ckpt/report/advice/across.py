@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from dist_ckpt.memory.records import RankMemory
-from dist_ckpt.plan import fold_names
-from dist_ckpt.report.advice.view import LARGE, SHARE, STATES, STRONGER, Advice, View, by_source, size
+from dist_ckpt.report.advice.view import LARGE, SHARE, STATES, STRONGER, Advice, View, by_source, ranks_named, size
 
 UNEVEN = 0.10
 """Of the heaviest rank's peak: shards that do not divide evenly stay well below a tenth."""
@@ -136,8 +135,7 @@ def _unattributed(view: View) -> Iterator[Advice]:
                 holders[source][number] = nbytes
     for source, by_rank in holders.items():
         most = max(by_rank.values())
-        ranks = fold_names(tuple(map(str, sorted(by_rank))))[0]
-        where = f" on rank{'s'[: len(by_rank) > 1]} {ranks.strip('{}')}" if len(view.report.ranks) > 1 else ""
+        where = f" on {ranks_named(by_rank)}" if len(view.report.ranks) > 1 else ""
         yield Advice(
             f"{size(most)} that no part of the training owns is held by {source}{where}, before or after the step: "
             "let go of it, or move it to the host",

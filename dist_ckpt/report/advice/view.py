@@ -9,6 +9,7 @@ from functools import cached_property
 
 from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format_bytes
 from dist_ckpt.memory.step_profile import KINDS, Holding, Kind, StepProfile
+from dist_ckpt.plan import fold_names
 from dist_ckpt.report.advice.facts import RunFacts
 
 SHARE = 0.05
@@ -111,6 +112,12 @@ def by_source(holdings: Iterable[Holding]) -> dict[str, int]:
     for holding in holdings:
         found[holding.source] += holding.nbytes
     return found
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-2,5``."""
+    numbers = tuple(map(str, sorted(ranks)))
+    return f"rank{'s'[: len(numbers) > 1]} {fold_names(numbers)[0].strip('{}')}"
 
 
 def size(nbytes: float) -> str:

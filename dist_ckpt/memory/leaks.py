@@ -1,0 +1,158 @@
+"""Memory that grows from report to report: whose it is, and who holds it.
+
+On the CPU, what a process holds says next to nothing about its tensors, and looking for these takes tens of
+milliseconds: so they are looked for only where the process has grown since the last look.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dist_ckpt.errors import counted
+from dist_ckpt.memory.activations import saved_bytes
+from dist_ckpt.memory.holders import UNKNOWN, holder_of, visible_tensors
+from dist_ckpt.memory.ledger import CATEGORIES, Owner, ledger
+from dist_ckpt.memory.records import byte_unit, format_bytes
+from dist_ckpt.memory.storages import Storages
+
+NOTICEABLE = 2**20
+"""Bytes: what grows by less between two reports is not looked for. Lists of losses and caches of scalars do."""
+
+_RISES = 2
+"""In a row, after the one that began the search, before it is called a leak: state that is made late, and caches that
+fill up once, rise once or twice."""
+
+_ENDS = 4
+"""Of graphs, whose holders are looked for: each takes a search through all of Python's objects."""
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Memory that a rank has more of at each report."""
+
+    category: str
+    """One of the ledger's, or ``unattributed``."""
+    nbytes: int
+    """Grown between the two steps."""
+    first_step: int
+    last_step: int
+    holder: str | None
+    """Who refers to the newest of it, where no part of the training owns it."""
+
+    def __str__(self) -> str:
+        unit = byte_unit([self.nbytes])
+        whose = "memory that nothing owns" if self.category == "unattributed" else f"memory of {self.category}"
+        held = f", held by {self.holder}" if self.holder is not None else ""
+        return (
+            f"{whose} grows: by {format_bytes(self.nbytes, unit)} {unit} from step {self.first_step} to "
+            f"{self.last_step}{held}"
+        )
+
+
+@dataclass(frozen=True)
+class _Look:
+    step: int
+    by_category: dict[str, int]
+    unowned: frozenset[tuple[int, int]]
+    """Address and size of each storage that nothing owns."""
+
+
+class LeakWatch:
+    """Watches the memory of one rank that outlives the optimizer step.
+
+    Args:
+        owners: of all lasting memory.
+    """
+
+    def __init__(self, owners: Callable[[], Iterable[Owner]], device: torch.device) -> None:
+        self._owners = owners
+        self._device = device
+        self._highest: int | None = None
+        self._looks: list[_Look] = []
+        self.leak: Leak | None = None
+        """The first one that was found."""
+
+    def look(self, step: int) -> Leak | None:
+        """To be called after an update, at each report; returns the leak that has been found so far."""
+        level = self._level()
+        if self._highest is None:
+            self._highest = level
+        if self.leak is None and level >= self._highest + NOTICEABLE:
+            self._highest = level
+            self._search(step, level)
+        return self.leak
+
+    def _level(self) -> int:
+        """Bytes in tensors, or on the CPU in the process."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        return resident_bytes()
+
+    def _search(self, step: int, level: int) -> None:
+        owners = list(self._owners())
+        owned = Storages(tensor for _, _, tensor in owners)
+        unowned = [tensor for tensor in visible_tensors(self._device) if tensor not in owned]
+        nobodys = Storages(unowned)
+        roots = [tensor for tensor in unowned if tensor.grad_fn is not None]
+        in_graphs = saved_bytes(roots, (*(tensor for _, _, tensor in owners), *unowned)).total if roots else 0
+        by_category = {str(category): nbytes for category, nbytes in ledger(owners).items()}
+        on_device = self._device.type == "cuda"  # where the allocator knows also what only C++ holds
+        by_category["unattributed"] = level - sum(by_category.values()) if on_device else nobodys.nbytes + in_graphs
+        keys = {_key(tensor): tensor for tensor in unowned}
+        self._looks = [*self._looks[-_RISES:], _Look(step, by_category, frozenset(keys))]
+        for category in (*CATEGORIES, "unattributed"):
+            counts = [look.by_category[category] for look in self._looks]
+            rises = [after - before for before, after in itertools.pairwise(counts)]
+            if len(rises) == _RISES and min(rises) >= NOTICEABLE:
+                before = self._looks[-2].unowned
+                new = [tensor for key, tensor in keys.items() if key not in before]
+                holder = _described(new) if category == "unattributed" else None
+                self.leak = Leak(category, sum(rises), self._looks[0].step, step, holder)
+
+
+def resident_bytes() -> int:
+    """What this process holds of the machine's memory; 0 where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _key(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _described(tensors: Iterable[Tensor]) -> str | None:
+    """Who holds the heaviest of some tensors that are alike, and what they are.
+
+    What an autograd graph keeps is held by no Python object: then it is said who holds an end of a graph.
+    """
+    first: dict[tuple[object, ...], Tensor] = {}  # no lists of alike ones: they would be found as holders
+    count: Counter[tuple[object, ...]] = Counter()
+    nbytes: Counter[tuple[object, ...]] = Counter()
+    for tensor in tensors:
+        key = (tuple(tensor.shape), tensor.dtype, tensor.grad_fn is None)
+        first.setdefault(key, tensor)
+        count[key] += 1
+        nbytes[key] += tensor.untyped_storage().nbytes()
+    if not first:
+        return None
+    heaviest, *others = (key for key, _ in nbytes.most_common())
+    shape, dtype = " × ".join(map(str, first[heaviest].shape)), str(first[heaviest].dtype).removeprefix("torch.")
+    what = f"{counted(count[heaviest], 'new tensor')}: {shape or 'scalar'} {dtype}"
+    if (holder := holder_of(first[heaviest])) != UNKNOWN:
+        return f"{holder} ({what})"
+    for end in [first[key] for key in others if first[key].grad_fn is not None][:_ENDS]:
+        if (holder := holder_of(end)) != UNKNOWN:
+            return f"the graph of {holder} ({what})"
+    return f"a graph, or code outside of Python ({what})"
