@@ -48,6 +48,14 @@ def fsdp1_copies(flat: nn.Parameter) -> Iterator[Tensor]:
             yield copy
 
 
+def fsdp2_shards(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What this rank keeps of the parameters of a module that FSDP2 shards, with their names, whole ones or not."""
+    if isinstance(module, FSDPModule):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for param in group.fsdp_params:
+                yield param._param_fqn or "", param._sharded_param_data
+
+
 def fsdp2_copies(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Unsharded copies that FSDP2 holds for the parameters of a module it shards, with the parameters' names.
 

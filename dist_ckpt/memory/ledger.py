@@ -49,7 +49,10 @@ def resident_of(model: nn.Module) -> Iterator[Owner]:
             yield "params", unwrapped_name(prefix), fsdp.fsdp1_shard(flat)
             for copy in fsdp.fsdp1_copies(flat):
                 yield "other", f"{unwrapped_name(prefix)} (unsharded)", copy
+        for name, shard in fsdp.fsdp2_shards(module):
+            yield "params", unwrapped_name(name), shard
         for name, copy in fsdp.fsdp2_copies(module):
+            views.add(id(copy))  # while it is whole, it takes the place of the shard in its module
             yield "other", f"{unwrapped_name(name)} (unsharded)", copy
         for name, parameter in module._parameters.items():
             if parameter is None or parameter is flat:
