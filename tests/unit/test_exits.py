@@ -14,6 +14,7 @@ from torch import nn
 
 from dist_ckpt.engines.base import NonFiniteError
 from dist_ckpt.errors import ConfigError, DataError, PlanError, StateError, StateWriteError
+from dist_ckpt.memory.limits import MemoryLimit
 from dist_ckpt.planning import apply
 from dist_ckpt.trainer import job, main
 from dist_ckpt.trainer.exits import ExitCode, code_of, forget_exit, record_exit, recorded_exit, root_mistake
@@ -87,7 +88,7 @@ def test_success_that_cannot_be_recorded_is_still_success(
     ):  # fmt: skip
         monkeypatch.setattr(module, name, result if callable(result) else lambda *args, result=result: result)
     built: Any = SimpleNamespace(place=Place(), device=torch.device("cpu"))
-    assert main._run(built, RunFolder(tmp_path)) is ExitCode.DONE
+    assert main._run(built, RunFolder(tmp_path), MemoryLimit(built.device)) is ExitCode.DONE
     written = capsys.readouterr()
     assert written.err == f"warning: {tmp_path}/exit.json could not be written: No space left on device\n"
 
