@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,9 +169,16 @@ def _step(line: Mapping[str, Any]) -> Mapping[str, float]:
     return {**{name: line[name] for name in _STEP_FIELDS}, **line}
 
 
+_DERIVED = ("unattributed", "accounted")
+
+
 def _report(line: Mapping[str, Any]) -> MemoryReport:
-    names = [field.name for field in fields(RankMemory)]
-    return MemoryReport(line["step"], tuple(RankMemory(**{n: rank[n] for n in names}) for rank in line["ranks"]))
+    return MemoryReport(line["step"], tuple(map(_rank, line["ranks"])))
+
+
+def _rank(line: Mapping[str, Any]) -> RankMemory:
+    """Fields that have a default may be missing, from an earlier version; unknown ones would be left out unseen."""
+    return RankMemory(**{name: value for name, value in line.items() if name not in _DERIVED})
 
 
 def _lines(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> tuple[T, ...]:

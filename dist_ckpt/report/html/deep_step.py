@@ -112,12 +112,12 @@ def at_peak(profile: StepProfile) -> Figure:
     tiles: dict[tuple[str, ...], int] = defaultdict(int)
     for one in profile.holdings:
         block, rest = _block_and_rest(one.module)
-        path = ("", one.kind, block, f"{rest}: {one.source}" if rest else one.source)
+        path = ("all", one.kind, block, f"{rest}<br>{one.source}" if rest else one.source)
         for depth in range(1, len(path) + 1):
             tiles[path[:depth]] += one.nbytes
     if profile.rest_bytes > 0:
-        tiles["",] += profile.rest_bytes
-        tiles["", "all that is smaller"] = profile.rest_bytes
+        tiles["all",] += profile.rest_bytes
+        tiles["all", "all that is smaller"] = profile.rest_bytes
     colors = [f"${path[1]}" if path[1:] and path[1] in profile.at_peak else "$soft" for path in tiles]
     return {
         "data": [
@@ -125,7 +125,7 @@ def at_peak(profile: StepProfile) -> Figure:
                 "type": "treemap",
                 "ids": ["/".join(path) for path in tiles],
                 "parents": ["/".join(path[:-1]) for path in tiles],
-                "labels": [path[-1] or "all" for path in tiles],
+                "labels": [path[-1] for path in tiles],
                 "values": list(tiles.values()),
                 "text": [in_bytes(nbytes) for nbytes in tiles.values()],
                 "branchvalues": "total",
@@ -137,7 +137,8 @@ def at_peak(profile: StepProfile) -> Figure:
                 },
                 "textfont": {"color": "$card"},
                 "texttemplate": "%{label}<br>%{text}",
-                "hovertemplate": "%{id}: %{text}<extra></extra>",
+                "hovertemplate": "%{customdata}<br>%{text}<extra></extra>",
+                "customdata": [" › ".join(path[1:]).replace("<br>", " › ") or "the peak" for path in tiles],
                 "pathbar": {"visible": False},
                 "tiling": {"pad": 1},
                 "sort": True,
@@ -145,7 +146,7 @@ def at_peak(profile: StepProfile) -> Figure:
         ],
         "layout": {
             "height": 440,
-            "uniformtext": {"mode": "hide", "minsize": 9},
+            "uniformtext": {"mode": "hide", "minsize": 10},
             "margin": {"l": 0, "r": 0, "t": 4, "b": 0},
         },
     }

@@ -38,7 +38,7 @@ from dist_ckpt.report.html.page import (
     Part,
     Table,
     in_bytes,
-)  # fmt: skip
+)
 from dist_ckpt.report.html.plan_tree import plan_tree
 from dist_ckpt.report.run_data import RunData
 
@@ -51,6 +51,8 @@ def glance(run: RunData) -> tuple[Part, ...]:
     items = [*_memory_facts(run), *_speed_facts(run)]
     found = _advice(run)
     parts: list[Part] = [Facts(tuple(items))] if items else []
+    if grown := _leaks(run):
+        parts.append(Listing(grown, "Memory that grows from report to report"))
     if found:
         parts.append(Listing(found, "What to try next, the largest gain first"))
     return tuple(parts)
@@ -60,7 +62,7 @@ def out_of_memory(run: RunData) -> tuple[Part, ...]:
     """The ranks that ran out of memory."""
     if not run.post_mortems:
         return ()
-    shown = ("rank", "phase", "module", "requested_bytes")
+    shown = ("rank", "stage", "phase", "module", "requested_bytes", "held_bytes", "limit_bytes")
     rows = tuple(
         tuple(Bytes(one.get(name)) if name.endswith("bytes") else one.get(name) for name in shown)
         for one in run.post_mortems
@@ -252,6 +254,15 @@ def missing(run: RunData) -> tuple[Part, ...]:
     }
     items = tuple((text, "") for text, is_so in absent.items() if is_so)
     return (Listing(items, "The run folder does not have"),) if items else ()
+
+
+def _leaks(run: RunData) -> tuple[tuple[str, str], ...]:
+    """What the last report says of each rank's leak; ranks that say the same stand together."""
+    said: dict[str, list[str]] = {}
+    for rank in run.reports[-1].ranks if run.reports else ():
+        if rank.leak is not None:
+            said.setdefault(rank.leak, []).append(str(rank.rank))
+    return tuple((text, f"rank {', '.join(ranks)}") for text, ranks in said.items())
 
 
 def _memory_facts(run: RunData) -> list[Fact]:

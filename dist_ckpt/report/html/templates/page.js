@@ -23,7 +23,7 @@
     layout.legend = { ...shared.legend, ...figure.layout.legend };
     for (const key of new Set(["xaxis", "yaxis", ...Object.keys(layout).filter((k) => /^[xy]axis\d*$/.test(k))]))
       layout[key] = { ...axis, ...layout[key], title: { ...axis.title, ...layout[key]?.title } };
-    if (narrow) layout.height *= 1.15;
+    if (narrow) Object.assign(layout, { height: 1.15 * layout.height, legend: { ...layout.legend, entrywidth: 86 } });
     return resolve(layout);
   };
   const draw = (chart) => {
