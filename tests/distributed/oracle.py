@@ -6,7 +6,7 @@ Three sources, none of which the product reads:
 - which storages there are is seen by a dispatch mode that runs from before the engine is built, and whether they still
   live by weak references;
 - what they are for is told by their lives: what a forward has made and is alive at its end is kept for backward, what
-  a backward makes with gradients enabled is recomputed, what stands in a module's registry of parameters, and not at
+  a backward makes through a checkpoint is recomputed, what stands in a module's registry of parameters, and not at
   rest, is an unsharded copy, what a collective touches is communication.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import subprocess
+import sys
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -124,12 +126,15 @@ class Oracle(TorchDispatchMode):
         self._blocks: dict[int, Block] = {}
         """By the address of the storage, which no other gets while it is referred to weakly."""
         self._living: dict[int, Block] = {}
+        self._sums: list[tuple[Block, list[Block]]] = []
+        """In a backward: what was added up, and of what."""
         self._fresh: list[Block] = []
         """Made by the forward that is going on."""
         self._number = self._start = self._first = self._known = self._unknown = 0
         self._moments: list[_Moment] = []
         self._registries: list[dict[str, Any]] = []
         self._phase = ""
+        self._task = -1
         self._ended: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,11 +143,16 @@ class Oracle(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._number += 1
         for tensor in _plain(result):
-            self._block(tensor, str(func))
-        if func.namespace in ("c10d", "fsdp", "_c10d_functional"):
-            self._mark(_plain((args, kwargs, result)), "communication")
+            block = self._block(tensor, str(func))
+            if block is not None and func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+                self._sums.append((block, [b for b in map(self._known_block, _plain(args)) if b is not None]))
+        if func.namespace == "c10d":
+            self._mark(_plain((args, kwargs)), "communication")
+        elif func.namespace == "fsdp":  # which copy into what is sent, and out of what has come
+            self._mark(_plain((result, (kwargs or {}).get("out"))), "communication")
         for registry in self._registries:
             self._mark(_plain(list(registry.values())), "unsharded")
+        self._look_on_at_the_end_of_backward()
         self._sample(str(func))
         return result
 
@@ -152,7 +162,8 @@ class Oracle(TorchDispatchMode):
         self._engine = engine
         self._moments.clear()
         for module in engine.model.modules():
-            self._mark(_plain(list(module._parameters.values())), "params")
+            lasting = [p for p in module._parameters.values() if not hasattr(p, "ds_tensor")]  # ZeRO-3's may be whole
+            self._mark(_plain(lasting), "params")
             self._mark(_plain(list(module._buffers.values())), "buffers")
             self._registries += [module._parameters] if module._parameters else []
         self._find_owners()
@@ -188,6 +199,11 @@ class Oracle(TorchDispatchMode):
         self._phase = ""
         for block in self._living.values():
             block.roles.add("stays")
+        # Autograd adds gradients up in place, but not while a mode looks on (input_buffer.cpp, accumulate).
+        for total, parts in reversed(self._sums):
+            for part in parts:
+                if part.history[-1][1] == 0 and part.history[-1][0] <= total.history[0][0] + 1:
+                    part.roles |= total.roles & {"communication"}
         moments = sorted(self._moments, key=lambda moment: -moment.peak)
         peak = moments[0].peak
         phases: dict[str, int] = {}
@@ -202,18 +218,29 @@ class Oracle(TorchDispatchMode):
         if block is None:
             if storage.device.type != "cpu" or not storage.resizable() or storage.is_shared():
                 return None  # not from the allocator
-            recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-            block = Block(StorageWeakRef(storage), maker, recomputed)
+            in_backward = torch._C._current_graph_task_id() != -1
+            block = Block(StorageWeakRef(storage), maker, in_backward and _is_in_checkpoint())
             self._blocks[storage._cdata] = self._living[storage._cdata] = block
-            if torch._C._current_graph_task_id() == -1:
+            if not in_backward:
                 self._fresh.append(block)
         return block
+
+    def _known_block(self, tensor: Tensor) -> Block | None:
+        return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def _mark(self, tensors: Iterable[Tensor], role: str) -> None:
         for tensor in tensors:
             block = self._block(tensor, "out of sight")
             if block is not None:
                 block.roles.add(role)
+
+    def _look_on_at_the_end_of_backward(self) -> None:
+        """Gradients are what parameters have when a backward is over, before an engine has done anything with them."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task) and self._phase:
+            self._task = task
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._find_owners))  # after what others have asked for
 
     def _find_owners(self) -> None:
         for role, tensor in _owned(self._engine):
@@ -260,6 +287,16 @@ class Oracle(TorchDispatchMode):
         return "recompute" if block.recomputed else "temporary"
 
 
+def _is_in_checkpoint() -> bool:
+    """Whether a backward has come here through a checkpoint, which recomputes."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def _plain(tree: Any) -> Iterator[Tensor]:
     """The tensors that have memory on this rank."""
     for leaf in tree_leaves(tree):
@@ -285,6 +322,8 @@ def _owned(engine: Any) -> Iterator[tuple[str, Any]]:
             for name, role in _HELD_BY_PARAMETERS.items():
                 yield role, getattr(parameter, name, None)
     deepspeed = getattr(engine, "deepspeed", engine.model)
+    for tensor in getattr(deepspeed, "pipe_buffers", {}).get("inputs", ()):
+        yield "communication", tensor  # received, and copied before it is used
     for optimizer in (engine.optimizer, getattr(deepspeed, "optimizer", None)):
         for path, tensor in _walk(optimizer, "", set()):
             if (found := _role(path.lower())) is not None:

@@ -68,7 +68,7 @@ def _measured(job: Job) -> Found:
     gc.collect()
     start = counter().live()
     counter().restart()
-    with engine.meter.profile() as deep:
+    with engine.meter.profile(batches) as deep:
         engine.train_step(batches, measure=True)
     peak = counter().peak()
     engine.close()
@@ -122,7 +122,7 @@ def test_a_deep_step_is_right_about_a_sharded_step(ranks: RankGroups) -> None:
     check(jobs, by_rank)
     for found in (found for rank in by_rank for found in rank):
         assert sum(found.profile.at_peak.values()) == found.profile.peak_bytes == found.memory.peak
-        assert found.memory.at_peak == {"phase": found.profile.phase, **found.profile.at_peak}
+        assert found.memory.at_peak == {"phase": found.profile.phase} | dict(found.profile.at_peak)
         assert found.memory.live == found.profile.boundary_bytes
         for phase, peak in found.account.phases.items():
             assert phases_of(found.profile)[phase] == pytest.approx(peak, rel=PEAK), phase
