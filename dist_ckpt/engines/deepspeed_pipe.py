@@ -118,7 +118,7 @@ class PipelineEngine(ToldEngine):
         # Now that DeepSpeed has cast and broadcast the weights: in bf16, a tied one loses hooks from before.
         self._reached = Reached(model) if self._lost_gradients is not None else None
         self.optimizer.register_step_pre_hook(lambda *_: self._refuse_non_finite(self._update.loss, self._norm()))
-        self.meter = MemoryMeter(model, owners=self.owners)
+        self.meter = MemoryMeter(model, owners=self.owners, stage=self.stage)
 
     def train_step(self, micro_batches: Sequence[Batch], measure: bool = False) -> StepResult:
         micro_batches = list(micro_batches)
@@ -188,7 +188,7 @@ class PipelineEngine(ToldEngine):
     def _at_boundary(self) -> None:
         update = self._update
         if update.measure:
-            self.memory = dataclasses.replace(self.meter.boundary(self.step + 1), stage=self.stage)
+            self.memory = self.meter.boundary(self.step + 1)
         else:
             self.meter.reset()
         if self.observer is not None:

@@ -21,7 +21,7 @@ is slower, tells all of one update::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dist_ckpt.errors import MeasureError
-from dist_ckpt.memory.activations import saved_bytes
+from dist_ckpt.memory.activations import SavedBytes, saved_bytes
 from dist_ckpt.memory.ledger import Owner, ledger, owners_of, resident_of
 from dist_ckpt.memory.profile import DeepStep, Recording
 from dist_ckpt.memory.records import MemoryReport, RankMemory
@@ -82,16 +82,22 @@ class MemoryMeter:
         for root in roots:
             if not isinstance(root, Tensor) or root.grad_fn is None:
                 raise ValueError(f"after_forward takes the loss, before backward; got {_describe(root)}")
-        resident = (tensor for _, _, tensor in resident_of(self._model))
-        found = saved_bytes(roots, resident, tensors=self._recording is not None)
-        if self._recording is not None:
-            self._recording.after_forward(roots, found.tensors)
+        found = self._read_graph(roots)
         kept = found.total if roots[0].device.type == "cpu" else found.on_device
         self._activations = max(self._activations or 0, kept)
         self._offloaded = max(self._offloaded, found.offloaded)
         self.opaque = tuple(sorted({*self.opaque, *found.opaque}))
         self.unseen = tuple(sorted({*self.unseen, *found.unseen}))
         return kept
+
+    def _read_graph(self, roots: Sequence[Tensor]) -> SavedBytes:
+        resident = (tensor for _, _, tensor in resident_of(self._model))
+        if self._recording is None:
+            return saved_bytes(roots, resident)
+        with self._recording.mark() as mark:
+            found = saved_bytes(roots, resident, tensors=True)
+            self._recording.after_forward(mark, roots, found.tensors)
+        return found
 
     def boundary(self, step: int) -> RankMemory:
         """This rank's memory at the boundary of a step; the peaks start anew."""

@@ -8,14 +8,17 @@ moments at which it can be known: who owns what, and what a graph keeps for back
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dist_ckpt.blocks import find_blocks
 from dist_ckpt.compat import profiler, zero
@@ -88,10 +91,11 @@ class Recording:
         """Address of what was there before the step → the mark at which it was not there any more."""
         self._after_forwards: list[int] = []
         self._backward_ends: list[int] = []
-        self._rooted: set[int] = set()
+        self._hooked = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        """Roots whose backward is watched."""
+        self._active: ExitStack | None = None
         self._boundary: int | None = None
         self._memory: RankMemory | None = None
-        self._depth = ExitStack()
 
     def __enter__(self) -> Recording:
         owners = list(self._owners())
@@ -99,46 +103,55 @@ class Recording:
         self._recorder = profiler.Recorder()
         with ExitStack() as stack:
             stack.callback(self._recorder.stop)
-            self._mark()
-            self._see_owners(owners)
-            self._see_given(self._inputs)
-            self._inputs = []  # kept alive no longer than by others
-            self._see_visible()
-            self._begin = self._mark()  # what all of this took is no part of the step
-            marked = {module: f"{MODULE}{name}" for module, name in self._names.items()}
+            with self.mark() as mark:
+                self._see_owners(mark, owners)
+                self._see_given(mark, self._inputs)
+                self._inputs = []  # kept alive no longer than by others
+                self._see_visible(mark)
             stack.enter_context(zero.work_marked(profiler.span))
+            marked = {module: f"{MODULE}{name}" for module, name in self._names.items()}
             stack.enter_context(profiler.calls_marked(marked, self._called))
-            self._depth = stack.pop_all()
+            self._active = stack.pop_all()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if kind is None:
-                self._end = self._snapshot()
-                self._see_visible(since=self._end)
+                with self.mark() as mark:
+                    self._look(mark)
+                    self._see_visible(mark, with_holders=True)
         finally:
-            self._depth.close()
+            active, self._active = self._active, None
+            assert active is not None
+            active.close()
 
-    def after_forward(self, roots: Sequence[Tensor], kept: Iterable[Tensor]) -> None:
+    @contextmanager
+    def mark(self) -> Iterator[int]:
+        """A moment at which something is looked at. How long that takes is no part of the step's time."""
+        number, self._marks = self._marks, self._marks + 1
+        with profiler.span(f"{_MARK}{number}"):
+            yield number
+
+    def after_forward(self, mark: int, roots: Sequence[Tensor], kept: Iterable[Tensor]) -> None:
         """Notes the end of a forward.
 
         Args:
             roots: what backward starts from.
             kept: what their graph keeps for it.
         """
-        mark = self._snapshot()
         self._after_forwards.append(mark)
+        self._look(mark)
         for tensor in kept:
             self._see(mark, "activations", "", tensor)
         for root in roots:
-            node = root.grad_fn
-            if id(node) not in self._rooted:  # of a pipeline all that are in flight are handed over each time
-                self._rooted.add(id(node))
+            if root not in self._hooked:  # of a pipeline all that are in flight are handed over each time
+                self._hooked[root] = True
                 root.register_hook(self._backward_begins)
 
     def boundary(self, memory: RankMemory) -> None:
         """Notes the boundary, at which this was found."""
-        self._boundary = self._snapshot()
+        with self.mark() as self._boundary:
+            self._look(self._boundary)
         self._memory = memory
 
     def result(self, deep: DeepStep, stage: int | None) -> None:
@@ -153,8 +166,10 @@ class Recording:
                 "before the optimizer step (train_step(..., measure=True) does)"
             )
         trace = self._recorder.trace(self._device)
-        times = {int(op.name.removeprefix(_MARK)): op.start for op in trace.ops if op.name.startswith(_MARK)}
-        start, end, boundary = times[self._begin], times[self._end], times[self._boundary]
+        marks = {int(op.name.removeprefix(_MARK)): op for op in trace.ops if op.name.startswith(_MARK)}
+        times = {mark: op.start for mark, op in marks.items()}
+        last = self._marks - 1
+        start, end, boundary = marks[0].end, times[last], times[self._boundary]
         gone = {address: times[mark] for address, mark in self._gone.items()}
         allocations = follow(trace.changes, self._seen, times, gone)
         found = stretches(
@@ -167,8 +182,9 @@ class Recording:
         )
         turns = [] if self._after_forwards else [one.start for one in found if one.name == "backward"]
         attribution = Attribution(trace, turns)
-        at_end = {sighting.address for sighting in self._seen if sighting.mark == self._end}
+        at_end = {sighting.address for sighting in self._seen if sighting.mark == last}
         end_unreported(allocations, trace.ops, lambda one: attribution.is_exchanged(one) and one.address not in at_end)
+        seconds = _Clock([(op.start, op.end) for op in marks.values()], start)
         timeline = Timeline.of([(one, attribution.kind(one)) for one in allocations], start, end)
         peak = timeline.peak(start, end + 1)
         at_peak = timeline.at(peak)
@@ -176,28 +192,28 @@ class Recording:
         phase = stretch_at(found, timeline.times[peak])
         holdings = attribution.holdings([one for one in allocations if one.is_alive(timeline.times[peak])])
         listed = holdings[:_MAX_HOLDINGS]
-        spans = calls(trace.ops, attribution, _span_modules(self._model), found)
         curve = timeline.thinned()
         profile = StepProfile(
             rank=self._memory.rank,
             stage=stage,
             device=str(self._device),
             step=self._memory.step,
-            duration_s=_seconds(end - start),
+            duration_s=seconds(end),
             start_bytes=timeline.total_at(start),
             boundary_bytes=timeline.total_at(boundary),
             end_bytes=timeline.total_at(end),
             peak_bytes=peak_bytes,
-            peak_s=_seconds(timeline.times[peak] - start),
+            peak_s=seconds(timeline.times[peak]),
             phase=phase.name,
             at_peak=at_peak,
             holdings=listed,
             rest_bytes=peak_bytes - sum(holding.nbytes for holding in listed),
-            phases=tuple(_phase(one, timeline, start) for one in found),
+            phases=tuple(_phase(one, timeline, seconds) for one in found),
             spans=tuple(
-                Span(c.module, c.work, c.micro_batch, _seconds(c.start - start), _seconds(c.end - start)) for c in spans
+                Span(call.module, call.work, call.micro_batch, seconds(call.start), seconds(call.end))
+                for call in calls(trace.ops, attribution, _span_modules(self._model), found)
             ),
-            times_s=tuple(_seconds(at - start) for at in curve.times),
+            times_s=tuple(map(seconds, curve.times)),
             timeline={kind: tuple(row[place] for row in curve.by_kind) for place, kind in enumerate(KINDS)},
         )
         memory = dataclasses.replace(
@@ -209,34 +225,25 @@ class Recording:
         )
         deep._found = memory, profile
 
-    def _mark(self) -> int:
-        """Notes this moment in the trace, and returns its number."""
-        with profiler.span(f"{_MARK}{self._marks}"):
-            self._marks += 1
-        return self._marks - 1
-
-    def _snapshot(self) -> int:
+    def _look(self, mark: int) -> None:
         """Notes who owns what now."""
-        mark = self._mark()
         self._look_for_gone(mark)
-        self._see_owners(self._owners())
-        return mark
+        self._see_owners(mark, self._owners())
 
-    def _see_owners(self, owners: Iterable[Owner]) -> None:
+    def _see_owners(self, mark: int, owners: Iterable[Owner]) -> None:
         buffers = {id(torch_private.local_tensor(buffer)) for buffer in self._model.buffers()}
         for category, name, tensor in owners:
-            kind = kind_of(category, name, tensor, id(tensor) in buffers)
-            self._see(self._marks - 1, kind, name.removeprefix("."), tensor)
+            self._see(mark, kind_of(category, name, tensor, id(tensor) in buffers), name.removeprefix("."), tensor)
 
-    def _see_given(self, tensors: Iterable[Tensor]) -> None:
+    def _see_given(self, mark: int, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self._see(self._marks - 1, "given", "", tensor)
+            self._see(mark, "given", "", tensor)
 
-    def _see_visible(self, since: int | None = None) -> None:
-        known = {sighting.address for sighting in self._seen if since is None or sighting.mark == since}
+    def _see_visible(self, mark: int, with_holders: bool = False) -> None:
+        known = {sighting.address for sighting in self._seen if sighting.mark == mark}
         for tensor in visible_tensors(self._device):
             if any(part.untyped_storage().data_ptr() not in known for part in plain_parts(tensor)):
-                self._see(self._marks - 1, "visible", "" if since is None else holder_of(tensor), tensor)
+                self._see(mark, "visible", holder_of(tensor) if with_holders else "", tensor)
 
     def _see(self, mark: int, kind: Any, name: str, tensor: Tensor) -> None:
         if tensor.device != self._device:
@@ -256,18 +263,23 @@ class Recording:
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before each call of a module."""
-        if self._names[module] == "":
-            self._mark()
-            self._see_given(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        if any(_is_gone(address, ref) for address, ref in self._watched.items()):
-            self._look_for_gone(self._mark())
+        is_root = self._names[module] == ""
+        if is_root or any(_is_gone(address, ref) for address, ref in self._watched.items()):
+            with self.mark() as mark:
+                self._look_for_gone(mark)
+                if is_root:
+                    self._see_given(mark, (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
 
     def _backward_begins(self, gradient: Tensor) -> None:
+        if self._active is None:  # a graph that has outlived its step
+            return
         # Called back once more at the end: what FSDP and DDP do there, they have asked for in between.
         torch_private.at_end_of_backward(lambda: torch_private.at_end_of_backward(self._backward_ended))
 
     def _backward_ended(self) -> None:
-        self._backward_ends.append(self._snapshot())
+        with self.mark() as mark:
+            self._look(mark)
+        self._backward_ends.append(mark)
 
 
 def _is_gone(address: int, ref: StorageWeakRef) -> bool:
@@ -277,20 +289,29 @@ def _is_gone(address: int, ref: StorageWeakRef) -> bool:
     return storage is None or storage.data_ptr() != address
 
 
-def _seconds(nanoseconds: int) -> float:
-    return nanoseconds / 1e9
+class _Clock:
+    """Seconds of a moment since the start of the step, without those in which it was looked at.
+
+    Args:
+        stopped: (start, end) of those, in nanoseconds.
+        start: of the step.
+    """
+
+    def __init__(self, stopped: Iterable[tuple[int, int]], start: int) -> None:
+        self._stopped = sorted(one for one in stopped if one[0] >= start)
+        self._begins = [begin for begin, _ in self._stopped]
+        self._sums = [0, *itertools.accumulate(end - begin for begin, end in self._stopped)]
+        self._start = start
+
+    def __call__(self, at: int) -> float:
+        before = bisect_right(self._begins, at)
+        inside = max(self._stopped[before - 1][1] - at, 0) if before else 0
+        return (at - self._start - self._sums[before] + inside) / 1e9
 
 
-def _phase(one: Stretch, timeline: Timeline, start: int) -> Phase:
+def _phase(one: Stretch, timeline: Timeline, seconds: Callable[[int], float]) -> Phase:
     at_peak = timeline.at(timeline.peak(one.start, one.end))
-    return Phase(
-        one.name,
-        one.micro_batch,
-        _seconds(one.start - start),
-        _seconds(one.end - start),
-        sum(at_peak.values()),
-        at_peak,
-    )
+    return Phase(one.name, one.micro_batch, seconds(one.start), seconds(one.end), sum(at_peak.values()), at_peak)
 
 
 def kind_of(category: Category, name: str, tensor: Tensor, is_buffer: bool) -> Kind:
