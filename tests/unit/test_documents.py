@@ -16,7 +16,7 @@ LAUNCHERS = {
     "deepspeed": ["-m", "deepspeed.launcher.runner"],
     "python": [],
 }
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/deepspeed.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/deepspeed.md", "docs/memory.md")
 
 
 def fenced(language: str) -> list[tuple[str, str]]:
@@ -28,8 +28,13 @@ def fenced(language: str) -> list[tuple[str, str]]:
     ]
 
 
-LINES = [line for _, block in fenced("bash") for line in block.splitlines()]
-COMMANDS = [line.split("  #")[0].strip() for line in LINES if line.strip()]
+def commands_of(block: str) -> list[str]:
+    return [line.split("  #")[0].strip() for line in block.splitlines() if line.strip()]
+
+
+SESSIONS = [commands for _, block in fenced("bash") if (commands := commands_of(block))]
+"""The commands of a block may need what those before have left."""
+COMMANDS = [command for session in SESSIONS for command in session]
 SNIPPETS = [text for name, text in fenced("python") if name != "CONTRIBUTING.md"]
 
 
@@ -50,11 +55,12 @@ def test_snippets_run(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(tuple(LAUNCHERS))])
-def test_launch_commands_run(command: str, tmp_path: Path) -> None:
-    program, *rest = shlex.split(command)
-    here = [re.sub(r"^(engine\.config=)?((launch|examples|configs)/)", rf"\1{ROOT}/\2", argument) for argument in rest]
-    run([sys.executable, *LAUNCHERS[program], *here], tmp_path)
+@pytest.mark.parametrize("session", [s for s in SESSIONS if s[0].startswith(tuple(LAUNCHERS))], ids="; ".join)
+def test_launch_commands_run(session: list[str], tmp_path: Path) -> None:
+    for command in session:
+        program, *rest = shlex.split(command)
+        here = [re.sub(r"^(engine\.config=)?((launch|examples|configs)/)", rf"\1{ROOT}/\2", a) for a in rest]
+        run([sys.executable, *LAUNCHERS[program], *here], tmp_path)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
