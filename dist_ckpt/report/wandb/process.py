@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -41,6 +42,9 @@ def main() -> None:
     """Runs until the trainer says that the run has ended, or is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: None)  # the trainer ends its run, and then this
+    # The trainer's own limit on its memory is not one for this process and W&B's.
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     records, messages = _take_over_streams()
     start = json.loads(records.readline())
     sys.argv[:] = start["argv"]  # W&B notes the command
