@@ -74,6 +74,8 @@ def install(name: str, step: int) -> None:
 
     def faulty(self: TransformerBlock, *args: Any, **kwargs: Any) -> Tensor:
         nonlocal calls, first
+        if type(args[0]) is not Tensor:  # a fake one: what the plan costs is being measured
+            return forward(self, *args, **kwargs)
         first = self if first is None else first
         is_recompute = torch._C._current_graph_task_id() != -1
         calls += self is first and self.training and not is_recompute  # validation counts no step, and has no fault
