@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
 from dist_ckpt.report.html.figures import Scale, Trade, lines, pareto, pareto_front
 from dist_ckpt.report.html.page import Bytes, Chart, Fact, Table, render
 from dist_ckpt.trainer.sweep.show import remarks, results_table

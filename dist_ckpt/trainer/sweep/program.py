@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,9 +17,7 @@ from dist_ckpt.trainer.program import begin, find_data, print_error
 from dist_ckpt.trainer.sweep.folder import SweepFolder, claimed
 from dist_ckpt.trainer.sweep.launch import Terminated, raising_on_sigterm
 from dist_ckpt.trainer.sweep.options import Sweep, SweepConfig, SweepOptions, read_sweep
-from dist_ckpt.trainer.sweep.page import sweep_page
 from dist_ckpt.trainer.sweep.session import Session, predict
-from dist_ckpt.trainer.sweep.show import SweepConsole, write_csv
 
 if TYPE_CHECKING:
     from dist_ckpt.trainer.data.corpus import Files
@@ -42,6 +41,8 @@ def main(arguments: Sequence[str], train: Path) -> NoReturn:
     try:
         if place.is_launched:
             raise ConfigError("launch/sweep.py starts its ranks itself: write python launch/sweep.py nproc=2 …")
+        if missing := [name for name in ("jinja2", "plotly") if find_spec(name) is None]:
+            raise ConfigError(f"launch/sweep.py needs {' and '.join(missing)}: pip install 'dist_ckpt[report]'")
         sweep = read_sweep(arguments)
         files = find_data(sweep.config)
         with claimed(sweep) as folder, raising_on_sigterm():
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str], train: Path) -> NoReturn:
 
 
 def _sweep(sweep: Sweep, files: Files | None, folder: SweepFolder, train: Path, command: str) -> ExitCode:
+    from dist_ckpt.trainer.sweep.page import sweep_page
+    from dist_ckpt.trainer.sweep.show import SweepConsole, write_csv
+
     console = SweepConsole()
     console.say(f"sweep folder: {folder.path}")
     session = Session(sweep, predict(sweep, files), folder, train, console)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -88,20 +88,21 @@ class Session:
     folder: SweepFolder
     train: Path
     watcher: Watcher
-    rounds: dict[Cell, list[Outcome]] = field(default_factory=dict)
+    rounds: dict[Cell, dict[int, Outcome]] = field(default_factory=dict)
+    """By number, from 1."""
     trials: dict[Cell, dict[int, Outcome]] = field(default_factory=dict)
     """By micro-batch."""
 
     def run(self) -> None:
         """Runs what has not been run in an earlier part of the sweep."""
-        for cell, number, left in self._schedule():
-            earlier = self.rounds.setdefault(cell, [])
+        for position, (cell, number) in enumerate(order := self._schedule()):
+            before = self.rounds.setdefault(cell, {})
             if refusal := self.predictions[cell].refusal:
                 self._refuse(cell, refusal)
-            elif all(outcome.is_done for outcome in earlier):  # a failure is a result, and not tried again
-                name = f"round_{number}"
+            elif all(outcome.is_done for outcome in before.values()):  # a failure is a result, and not tried again
                 what = f"round {number}/{self.sweep.options.rounds}  {cell.label}"
-                earlier.append(self._run(cell, name, what, left, self.sweep.config.train.micro_batch, number == 1))
+                left, size = len(order) - position - 1, self.sweep.config.train.micro_batch
+                before[number] = self._run(cell, _round(number), what, left, size, profiled=number == 1)
         for cell in self.sweep.cells:
             if self.sweep.budget_bytes is not None and self._is_measured(cell):
                 self._fit(cell, self.sweep.budget_bytes)
@@ -110,18 +111,18 @@ class Session:
         """What is known so far."""
         return summarize([self._measured(cell) for cell in self.sweep.cells])
 
-    def _schedule(self) -> Iterator[tuple[Cell, int, int]]:
-        """Every round of every policy, and how many follow. The order turns around from round to round, so that what
-        drifts during a round, the machine's temperature for one, favors nobody."""
+    def _schedule(self) -> list[tuple[Cell, int]]:
+        """Every round of every policy: first what was run before, so that an interruption loses none of it. The order
+        turns around from round to round, so that what drifts during a round, such as a machine's temperature, favors
+        nobody."""
         cells, rounds = self.sweep.cells, self.sweep.options.rounds
         order = [(cell, n) for n in range(1, rounds + 1) for cell in (cells if n % 2 else tuple(reversed(cells)))]
-        for position, (cell, number) in enumerate(order):
-            yield cell, number, len(order) - position - 1
+        return sorted(order, key=lambda one: stored(self.folder.run(one[0].name, _round(one[1]))) is None)
 
     def _fit(self, cell: Cell, budget_bytes: int) -> None:
         most, size = self.predictions[cell].most, self.sweep.config.train.micro_batch
         tried = self.trials.setdefault(cell, {})
-        tried[size] = self.rounds[cell][0]
+        tried[size] = self.rounds[cell][1]
         while self._found(cell) is None and all(_says_something(outcome) for outcome in tried.values()):
             size = fit.next_try(_peaks(tried), budget_bytes, most)
             what = f"largest micro-batch  {cell.label}  {size}"
@@ -155,6 +156,8 @@ class Session:
             "train.micro_batch": micro_batch,
             "train.save_every": 0,
             "report.every": steps,
+            "report.html": False,
+            "report.wandb": "disabled",
             "report.profile_step": steps if profiled else None,  # bytes are the same in every round
         }
         forced = [f"{key}={hydra_text(value)}" for key, value in ours.items()]
@@ -162,11 +165,12 @@ class Session:
 
     def _refuse(self, cell: Cell, reason: str) -> None:
         if not self.rounds[cell]:
-            self.rounds[cell].append(Outcome(Status.refused, reason))
-            self.watcher.ends(cell.label, self.rounds[cell][0], was_stored=False)
+            self.rounds[cell][1] = Outcome(Status.refused, reason)
+            self.watcher.ends(cell.label, self.rounds[cell][1], was_stored=False)
 
     def _is_measured(self, cell: Cell) -> bool:
-        return bool(self.rounds.get(cell)) and self.rounds[cell][0].is_done
+        first = self.rounds.get(cell, {}).get(1)
+        return first is not None and first.is_done
 
     def _measured(self, cell: Cell) -> Measured:
         tried = self.trials.get(cell, {})
@@ -174,7 +178,7 @@ class Session:
             label=cell.label,
             k=cell.k,
             flops_ratio=self.predictions[cell].flops_ratio,
-            rounds=tuple(self.rounds.get(cell, ())),
+            rounds=dict(sorted(self.rounds.get(cell, {}).items())),
             samples=self.sweep.samples(self.sweep.config.train.micro_batch),
             trials=tried,
             trial_samples={size: self.sweep.samples(size) for size in tried},
@@ -182,8 +186,12 @@ class Session:
         )
 
 
+def _round(number: int) -> str:
+    return f"round_{number}"
+
+
 def _peaks(tried: Mapping[int, Outcome]) -> dict[int, int | None]:
-    return {size: outcome.peak_bytes for size, outcome in tried.items()}
+    return {size: outcome.peak_bytes for size, outcome in tried.items() if _says_something(outcome)}
 
 
 def _says_something(outcome: Outcome) -> bool:

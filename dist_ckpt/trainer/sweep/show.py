@@ -103,7 +103,7 @@ class SweepConsole:
         shown = RichTable(title=f"{table.caption}, {table.unit or 'MiB'}", box=box.SIMPLE_HEAD, title_justify="left")
         for column, name in enumerate(table.columns):
             widest = max(len(name), *(len(table.shown(row[column])) for row in table.rows))
-            shown.add_column(name, justify="left" if column == 0 else "right", min_width=widest, no_wrap=True)
+            shown.add_column(name, justify="left" if column == 0 else "right", min_width=widest)
         for row in table.rows:
             shown.add_row(*map(table.shown, row))
         self._console.print(shown, crop=False)

@@ -20,7 +20,8 @@ class Measured:
     k: int | None
     flops_ratio: float | None
     """FLOPs of forward, recompute and backward over those without recompute; exact, None if the policy was refused."""
-    rounds: tuple[Outcome, ...]
+    rounds: Mapping[int, Outcome]
+    """By number. The first is the one in which bytes are measured."""
     samples: int
     """Sequences per update over all ranks."""
     trials: Mapping[int, Outcome]
@@ -65,7 +66,7 @@ class Line:
 
 def summarize(cells: Sequence[Measured]) -> tuple[Line, ...]:
     """One line a policy that has been run, in order."""
-    base = next((cell for cell in cells if cell.k == 0 and cell.rounds and cell.rounds[0].is_done), None)
+    base = next((cell for cell in cells if cell.k == 0 and 1 in cell.rounds and cell.rounds[1].is_done), None)
     return tuple(_line(cell, base) for cell in cells if cell.rounds)
 
 
@@ -75,8 +76,9 @@ def step_median_s(outcome: Outcome) -> float:
 
 
 def _line(cell: Measured, base: Measured | None) -> Line:
-    done = [outcome for outcome in cell.rounds if outcome.is_done]
-    end = next((outcome for outcome in cell.rounds if not outcome.is_done), cell.rounds[0])
+    outcomes = tuple(cell.rounds.values())
+    done = [outcome for outcome in outcomes if outcome.is_done]
+    end = next((outcome for outcome in outcomes if not outcome.is_done), outcomes[0])
     if not done:
         return Line(cell.label, cell.k, end.status, end.reason, 0, flops_ratio=cell.flops_ratio)
     times = [seconds for outcome in done for seconds in outcome.step_s]
@@ -98,20 +100,21 @@ def _line(cell: Measured, base: Measured | None) -> Line:
         flops_ratio=cell.flops_ratio,
         samples_per_s=rate,
         samples_per_s_per_gib=rate * GIB / peak if peak else None,
-        loss_difference=_loss_difference(done, base.rounds[0]) if base is not None else None,
+        loss_difference=_loss_difference(done, base.rounds[1]) if base is not None else None,
         fit_micro_batch=size,
         fit_is_all=cell.fit is not None and cell.fit.is_all,
         fit_samples_per_s=cell.trial_samples[size] / step_median_s(cell.trials[size]) if size else None,
     )
 
 
-def _slowdown(rounds: Sequence[Outcome], base: Sequence[Outcome]) -> float | None:
+def _slowdown(rounds: Mapping[int, Outcome], base: Mapping[int, Outcome]) -> float | None:
     """Pairs of one round saw the machine in about the same state, so their ratio says more than that of all medians."""
-    pairs = [(one, other) for one, other in zip(rounds, base, strict=False) if one.is_done and other.is_done]
+    both = [(rounds[number], base[number]) for number in rounds if number in base]
+    pairs = [(one, other) for one, other in both if one.is_done and other.is_done]
     ratios = [step_median_s(one) / step_median_s(other) for one, other in pairs]
     return statistics.median(ratios) if ratios else None
 
 
 def _loss_difference(rounds: Sequence[Outcome], base: Outcome) -> float:
     pairs = [pair for outcome in rounds for pair in zip(outcome.losses, base.losses, strict=True)]
-    return max(abs(loss - expected) / abs(expected) if loss != expected else 0.0 for loss, expected in pairs)
+    return max(abs(one - other) / max(abs(one), abs(other)) if one != other else 0.0 for one, other in pairs)
