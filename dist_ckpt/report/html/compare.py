@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dist_ckpt.memory.step_profile import KINDS
+from dist_ckpt.policy import described
 from dist_ckpt.report.html import charts, figures
 from dist_ckpt.report.html.page import Bytes, Cell, Chart, Panel, Panels, Part, Table, in_bytes
 from dist_ckpt.report.html.plan_tree import plan_differences
@@ -29,22 +30,22 @@ def overview(runs: Sequence[RunData]) -> tuple[Part, ...]:
         "recomputed FLOPs", "last loss", "folder",
     )  # fmt: skip
     table = Table("runs", columns, tuple(_row(name, run) for name, run in zip(names, runs, strict=True)))
-    trades, missing = {}, []
-    for name, run in zip(names, runs, strict=True):
-        if run.step_s is not None and run.heaviest_bytes is not None:
-            trades[name] = figures.Trade(name, run.step_s, run.heaviest_bytes)
-        else:
-            missing.append(name)
+    peaks, note = _comparable(runs)
+    trades = [
+        figures.Trade(name, run.step_s, nbytes)
+        for name, run, nbytes in zip(names, runs, peaks, strict=True)
+        if run.step_s is not None and nbytes is not None
+    ]
     if not trades:
         return (table,)
-    note = f"Without a step time or a memory report, and so not in the chart: {', '.join(missing)}." if missing else ""
-    measured = [run.memory is not None and run.memory.heaviest.peak is not None for run in runs]
-    if any(measured) and not all(measured):
-        note += " Peaks of runs that have none are what is accounted, a sum of maxima: compare them with care."
+    if missing := [name for name in names if name not in [trade.label for trade in trades]]:
+        note = f"Not in the chart: {', '.join(missing)}. {note}"
+    measured = any(peak is not None for peak in _peaks(runs))
+    memory = "peak of the heaviest rank" if measured else "accounted on the heaviest rank"
     chart = Chart(
         "Memory against time: lower left is better",
         "A point a run: its step time, and the memory of its heaviest rank.",
-        figures.pareto(list(trades.values())),
+        figures.pareto(trades, memory),
         table,
         note,
     )
@@ -53,22 +54,23 @@ def overview(runs: Sequence[RunData]) -> tuple[Part, ...]:
 
 def memory(runs: Sequence[RunData]) -> tuple[Part, ...]:
     """What fills the heaviest rank of each run."""
-    found = [(name, run.memory) for name, run in zip(names_of(runs), runs, strict=True) if run.memory is not None]
+    named = [(name, run.memory.heaviest) for name, run in zip(names_of(runs), runs, strict=True) if run.memory]
+    deep = [(name, rank) for name, rank in named if rank.at_peak is not None]
+    found, kinds = (deep, KINDS) if deep else (named, charts.CATEGORIES)
     if not found:
         return ()
-    heaviest = [report.heaviest for _, report in found]
-    deep = all(rank.at_peak is not None for rank in heaviest)
-    kinds = KINDS if deep else charts.CATEGORIES
-    stacks = {
-        kind: [(rank.at_peak or {}).get(kind, 0) if deep else getattr(rank, kind) or 0 for rank in heaviest]
+    stacks: dict[str, list[int]] = {
+        kind: [(rank.at_peak or {}).get(kind, 0) if deep else getattr(rank, kind) or 0 for _, rank in found]
         for kind in kinds
     }
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (name, rank.rank, *(Bytes(stacks[kind][n]) for kind in kinds), Bytes(sum(stacks[kind][n] for kind in kinds)))
-        for n, ((name, _), rank) in enumerate(zip(found, heaviest, strict=True))
+        for n, (name, rank) in enumerate(found)
     )
     what = "at its peak" if deep else "by category"
-    note = "" if deep else "By category, each at its highest: report.profile_step, in every run, gives the peak."
+    note = "" if deep else "Each category at its highest, which is no one moment."
+    if missing := [name for name in names_of(runs) if name not in [one for one, _ in found]]:
+        note = f"Not in the chart: {', '.join(missing)}. {_NO_PEAK if deep else ''}"
     chart = Chart(
         f"The heaviest rank of each run {what}",
         f"Bytes by kind of the heaviest rank of {len(found)} runs.",
@@ -77,6 +79,26 @@ def memory(runs: Sequence[RunData]) -> tuple[Part, ...]:
         note,
     )
     return (chart,)
+
+
+_NO_PEAK = "A run has a measured peak on an accelerator, or with report.profile_step."
+
+
+def _peaks(runs: Sequence[RunData]) -> list[int | None]:
+    return [run.memory.heaviest.peak if run.memory is not None else None for run in runs]
+
+
+def _comparable(runs: Sequence[RunData]) -> tuple[list[int | None], str]:
+    """Bytes of each run's heaviest rank that mean the same, and what is to be said about them.
+
+    What is accounted is a sum of maxima, and leaves out what is temporary: beside a peak it would look like a gain.
+    """
+    peaks = _peaks(runs)
+    if any(peak is not None for peak in peaks):
+        return peaks, "" if None not in peaks else _NO_PEAK
+    return [
+        run.heaviest_bytes for run in runs
+    ], "No run has a measured peak: these are sums of each category's highest."
 
 
 def deep_steps(runs: Sequence[RunData]) -> tuple[Part, ...]:
@@ -108,10 +130,9 @@ def differences(runs: Sequence[RunData]) -> tuple[Part, ...]:
     if planned:
         parts.append(plan_differences([name for name, _ in planned], [plan for _, plan in planned]))
     configured = [(name, dict(_leaves(run.config))) for name, run in named if run.config is not None]
-    keys = list(dict.fromkeys(key for _, options in configured for key in options))
     rows = []
-    for key in keys:
-        values = [_text(options.get(key)) if key in options else "-" for _, options in configured]
+    for key in dict.fromkeys(key for _, options in configured for key in options):
+        values = [_text(options[key]) if key in options else "-" for _, options in configured]
         if len(set(values)) > 1:
             rows.append((key, *values))
     if rows:
@@ -138,10 +159,13 @@ def _row(name: str, run: RunData) -> tuple[Cell, ...]:
 
 
 def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The options of a run by key; its policy is one, as it is described: modes have options of their own."""
     for key, value in options.items():
-        if isinstance(value, Mapping):
+        if prefix + key == "ckpt" and isinstance(value, Mapping):
+            yield "ckpt", described(value)
+        elif isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
-        else:
+        elif prefix + key != "run_dir":  # it always differs
             yield f"{prefix}{key}", value
 
 

@@ -187,8 +187,12 @@ def pareto_front(trades: Sequence[Trade]) -> tuple[int, ...]:
     return tuple(sorted(front, key=lambda n: (trades[n].step_s, trades[n].peak_bytes)))
 
 
-def pareto(trades: Sequence[Trade]) -> Figure:
-    """Peak against step time: a point a choice, and a line through those that no other one beats."""
+def pareto(trades: Sequence[Trade], memory: str = "peak of the heaviest rank") -> Figure:
+    """Peak against step time: a point a choice, and a line through those that no other one beats.
+
+    Args:
+        memory: what the bytes are.
+    """
     scale, front = Scale.of([trade.peak_bytes for trade in trades]), pareto_front(trades)
     places = [(trade.step_s, scale(trade.peak_bytes)) for trade in trades]
     colors = ["$activations" if n in front else "$soft" for n in range(len(trades))]
@@ -222,7 +226,7 @@ def pareto(trades: Sequence[Trade]) -> Figure:
             "showlegend": False,
             "hovermode": "closest",
             "xaxis": {"title": {"text": "step time, s"}, **_room([place[0] for place in places], 0.15)},
-            "yaxis": {"title": {"text": f"peak of the heaviest rank, {scale.unit}"}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": f"{memory}, {scale.unit}"}, "rangemode": "tozero"},
         },
     }
 

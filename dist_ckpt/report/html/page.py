@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -54,14 +55,16 @@ class Table:
     def __post_init__(self) -> None:
         assert all(len(row) == len(self.columns) for row in self.rows), (self.caption, self.columns)
 
-    @property
+    @cached_property
     def unit(self) -> str | None:
         """GiB or MiB; None where there are no bytes."""
         counts = [cell.nbytes for row in self.rows for cell in row if isinstance(cell, Bytes)]
         return byte_unit(counts) if counts else None
 
-    def is_numeric(self, column: int) -> bool:
-        return all(not isinstance(row[column], str) for row in self.rows)
+    @cached_property
+    def numeric(self) -> tuple[bool, ...]:
+        """For each column whether it holds no text, and so is read by its right edge."""
+        return tuple(not any(isinstance(row[n], str) for row in self.rows) for n in range(len(self.columns)))
 
     def shown(self, cell: Cell) -> str:
         """A cell's text."""

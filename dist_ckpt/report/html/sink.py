@@ -38,7 +38,7 @@ class HtmlSink(Sink):
         from dist_ckpt.report.html.report import write_report  # plotly takes a second to import
 
         try:
-            write_report([self._run_dir], self._out)
+            write_report([self._run_dir], self._out, exit_code)
         except Exception as error:  # whatever is wrong with the page, the training is done
             _log.exception("no HTML report")
             self._say(f"warning: {self._out} was not written: {error}")
