@@ -99,19 +99,21 @@ class GraphNames:
             through[node] = used[node] if is_parameter else []
             before = [child for child in children if child in used and not through[child]]
             last = max(before, key=_number, default=None)
-            comes_from[node] = None if last is None else _common(used[last]) if used[last] else comes_from[last]
+            comes_from[node] = None if last is None else common_module(used[last]) if used[last] else comes_from[last]
         flows_to: dict[Any, str | None] = {}
         for node in reversed(upwards):
             users = [user for user in self._users.get(node, ()) if user in used]
             first = min(users, key=_number, default=None)
-            flows_to[node] = None if first is None else _common(used[first]) if used[first] else flows_to[first]
+            flows_to[node] = None if first is None else common_module(used[first]) if used[first] else flows_to[first]
             if node in used:
-                self._of[node] = _common(used[node]) if used[node] else self._between(comes_from[node], flows_to[node])
+                self._of[node] = (
+                    common_module(used[node]) if used[node] else self._between(comes_from[node], flows_to[node])
+                )
 
     def _between(self, before: str | None, after: str | None) -> str | None:
         if before is None or after is None:
             return after if before is None else ""
-        common = _common([before, after])
+        common = common_module([before, after])
         return after if common == "" or common in self._containers else common
 
     def _note_keepers(self) -> None:
@@ -132,7 +134,7 @@ class GraphNames:
         self._all_frames = list(frames.values())
         for key, frame in frames.items():
             modules = getattr(frame, "name", "").split(" + ") if getattr(frame, "name", "") else packers.get(key, [])
-            self._frames[key] = _common(modules) if modules else None
+            self._frames[key] = common_module(modules) if modules else None
             for item in torch_private.frame_inputs(frame):
                 self._keep(item, frame, "input of a recomputed region")
             for item in torch_private.frame_cache(frame):
@@ -187,8 +189,12 @@ def _frame_of(handle: Any) -> Any | None:
     return torch_private.frame_of(handle) if packed and not isinstance(handle.data, Packed) else None
 
 
-def _common(modules: Iterable[str]) -> str:
-    """The innermost module that all of some modules are, or are part of."""
+def common_module(modules: Iterable[str]) -> str:
+    """The innermost module that all of some modules are, or are part of.
+
+    >>> common_module(["layers.0.attention.wq", "layers.0.attention.wo"])
+    'layers.0.attention'
+    """
     first, *others = [module.split(".") for module in modules]
     for other in others:
         same = [a == b for a, b in zip(first, other, strict=False)]

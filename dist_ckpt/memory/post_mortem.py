@@ -31,13 +31,14 @@ from dist_ckpt.memory.failure import (
     step_begins,
     where,
 )
-from dist_ckpt.memory.graph_names import GraphNames, modules_of_parameters
+from dist_ckpt.memory.graph_names import GraphNames, common_module, modules_of_parameters
 from dist_ckpt.memory.holders import holder_of, visible_tensors
 from dist_ckpt.memory.ledger import Owner
 from dist_ckpt.memory.limits import MemoryLimit, held_bytes
 from dist_ckpt.memory.profile import kind_of, module_names
 from dist_ckpt.memory.step_profile import KINDS, ByKind, Holding, Kind
-from dist_ckpt.memory.storages import Storages
+from dist_ckpt.memory.storages import Storages, plain_parts
+from dist_ckpt.names import named_buffers, named_parameters
 
 _LISTED = 60
 """Holdings, and modules, that are listed one by one."""
@@ -158,10 +159,14 @@ class _Examination:
         self._later: list[tuple[Kind, str, Tensor]] = []
         self._names: dict[nn.Module, str] = {}
         self._of_parameters: dict[int, str] = {}
+        self._modules: set[str] = set()
+        self._tensors_of_modules: set[str] = set()
         if model is not None:
             with self.trying("the names of modules"):
                 self._names = module_names(model)
                 self._of_parameters = modules_of_parameters(model)
+                self._modules = set(self._names.values())
+                self._tensors_of_modules = {name for name, _ in (*named_parameters(model), *named_buffers(model))}
 
     @contextmanager
     def trying(self, what: str) -> Iterator[None]:
@@ -186,10 +191,14 @@ class _Examination:
         tensors = self._model.buffers() if self._model is not None else ()
         buffers = {id(torch_private.local_tensor(buffer)) for buffer in tensors}
         kinds = [(kind_of(category, name, t, id(t) in buffers), name, t) for category, name, t in found]
+        together = _names_by_storage((name, tensor) for kind, name, tensor in kinds if kind in _OWNED)
         for wanted in _OWNED:
-            for kind, name, tensor in kinds:
+            for kind, _, tensor in kinds:
                 if kind == wanted:
-                    self._add(kind, name.rpartition(".")[0], name, tensor)
+                    names = together[_storage(tensor)]
+                    others = f" and {len(names) - 1} more in one buffer" if len(names) > 1 else ""
+                    modules = [module for name in names if (module := self._owner_of(name)) is not None]
+                    self._add(kind, common_module(modules) if modules else None, f"{names[0]}{others}", tensor)
         # Activations may lie in what a pipeline exchanges, and come before it.
         self._later = [one for one in kinds if one[0] not in _OWNED]
 
@@ -263,6 +272,13 @@ class _Examination:
             self._nbytes[key] += added
             self._counts[key] += 1
 
+    def _owner_of(self, name: str) -> str | None:
+        """The module that has a parameter or buffer, or is FSDP1's unit; none for what an optimizer calls its own."""
+        name = name.removesuffix(" (unsharded)")
+        if name in self._modules:
+            return name
+        return name.rpartition(".")[0] if name in self._tensors_of_modules else None
+
     def _graph_names(self, roots: Iterable[Tensor]) -> GraphNames:
         lists = (nn.ModuleList, nn.ModuleDict)
         containers = {name for module, name in self._names.items() if isinstance(module, lists)}
@@ -271,6 +287,20 @@ class _Examination:
     def _module_of(self, frame: FrameType) -> str | None:
         owner = frame.f_locals.get("self")
         return self._names.get(owner) if isinstance(owner, nn.Module) else None
+
+
+def _names_by_storage(owned: Iterable[tuple[str, Tensor]]) -> dict[int, list[str]]:
+    """The names of all that lies in a storage: gradients in a bucket of DDP's, tied weights."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in owned:
+        names = found.setdefault(_storage(tensor), [])
+        if (name := name.lstrip(".")) not in names:  # with a point in front, it is of the model itself
+            names.append(name)
+    return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(plain_parts(tensor)[0].untyped_storage()._cdata)
 
 
 def _tensors(value: object) -> list[Tensor]:

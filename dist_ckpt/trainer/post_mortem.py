@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.errors import DistCkptError
 from dist_ckpt.memory.failure import out_of_memory_in
+from dist_ckpt.memory.ledger import owners_of
 from dist_ckpt.memory.post_mortem import PostMortem, post_mortem
 from dist_ckpt.planning import make_plan
 from dist_ckpt.policy import policy_from
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-PATIENCE_S = 8.0
+PATIENCE_S = 10.0
 """How long it may take to find out what other policies would cost."""
 POLICIES = ("selective", "full", "nested")
 """Those worth a try, from the least recomputed to the most."""
@@ -76,11 +77,12 @@ def explain(error: BaseException, job: Job, folder: RunFolder, limit: MemoryLimi
 
 def _examine(error: BaseException, job: Job, limit: MemoryLimit) -> PostMortem:
     engine = job.engine
+    model = getattr(engine, "model", job.model)
     is_prepared = hasattr(engine, "meter")  # the last thing that preparing an engine does
     return post_mortem(
         error,
-        getattr(engine, "model", job.model),
-        engine.owners if is_prepared else None,
+        model,
+        engine.owners if is_prepared else lambda: owners_of(model, None),
         rank=job.place.rank,
         stage=getattr(engine, "stage", None),
         step=engine.step + 1,
