@@ -56,6 +56,19 @@ def fsdp2_shards(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield param._param_fqn or "", param._sharded_param_data
 
 
+def fsdp2_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What FSDP2 holds of collectives that are running, or whose memory a stream may still read, with a name of each."""
+    if not isinstance(module, FSDPModule):
+        return
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        last = group.comm_ctx.all_gather_state
+        for result in (group._all_gather_result, None if last is None else last.all_gather_result):
+            if result is not None:
+                yield "all-gather buffer", result.all_gather_output
+        for state in group.comm_ctx.reduce_scatter_states:
+            yield "reduce-scatter buffer", state.reduce_scatter_input
+
+
 def fsdp2_copies(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Unsharded copies that FSDP2 holds for the parameters of a module it shards, with the parameters' names.
 
@@ -68,7 +81,18 @@ def fsdp2_copies(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             name = param._param_fqn or ""
             for output in getattr(param, "all_gather_outputs", ()):
                 yield name, output
-            for attribute in ("_unsharded_param", "unsharded_accumulated_grad"):
-                copy = getattr(param, attribute, None)
-                if copy is not None:
-                    yield name, copy
+            copy = getattr(param, "_unsharded_param", None)
+            if copy is not None:
+                yield name, copy
+
+
+def fsdp2_unsharded_grads(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole gradients that wait for a reduction, with the parameters' names: in ``reduce_dtype`` where there is one."""
+    if not isinstance(module, FSDPModule):
+        return
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for param in group.fsdp_params:
+            whole = getattr(param, "_unsharded_param", None)
+            for grad in (getattr(param, "unsharded_accumulated_grad", None), None if whole is None else whole.grad):
+                if grad is not None:
+                    yield param._param_fqn or "", grad

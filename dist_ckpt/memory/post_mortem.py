@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dist_ckpt.compat import fsdp
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.memory.activations import saved_bytes
 from dist_ckpt.memory.failure import (
@@ -201,6 +202,8 @@ class _Examination:
                     self._add(kind, common_module(modules) if modules else None, f"{names[0]}{others}", tensor)
         # Activations may lie in what a pipeline exchanges, and come before it.
         self._later = [one for one in kinds if one[0] not in _OWNED]
+        for module in self._model.modules() if self._model is not None else ():
+            self._later += [("communication", name, tensor) for name, tensor in fsdp.fsdp2_buffers(module)]
 
     def see_graphs(self) -> None:
         roots = [tensor for tensor in visible_tensors(self._device) if _has_graph(tensor)]
