@@ -57,7 +57,7 @@ def fsdp2_shards(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def fsdp2_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What FSDP2 holds of collectives that are running, or whose memory a stream may still read, with a name of each."""
+    """What FSDP2 holds for collectives that run, or whose memory a stream may still read, with a name of each."""
     if not isinstance(module, FSDPModule):
         return
     for group in module._get_fsdp_state()._fsdp_param_groups:
