@@ -15,6 +15,7 @@ from dist_ckpt.errors import PlanError, ReportError
 from dist_ckpt.memory.records import MemoryReport, RankMemory
 from dist_ckpt.memory.step_profile import StepProfile
 from dist_ckpt.plan import Plan
+from dist_ckpt.policy import described
 from dist_ckpt.report.jsonl import read_json_lines
 
 WARM_UP_STEPS = 2
@@ -67,8 +68,9 @@ class RunData:
 
     @property
     def label(self) -> str:
-        """What was run, in two words: ``fsdp2 · selective``."""
-        return " · ".join(filter(None, (self.option("engine.name"), self.option("ckpt.mode")))) or self.name
+        """What was run, in few words: ``fsdp2 · every_k (k=2)``."""
+        policy = policy_text(self.option("ckpt")) if self.option("ckpt") is not None else None
+        return " · ".join(filter(None, (self.option("engine.name"), policy))) or self.name
 
     @property
     def memory(self) -> MemoryReport | None:
@@ -128,6 +130,18 @@ class RunData:
             return None
         heaviest = self.memory.heaviest
         return heaviest.peak if heaviest.peak is not None else heaviest.accounted
+
+
+def policy_text(policy: Mapping[str, Any] | str) -> str:
+    """A policy of a configuration, for a line of text.
+
+    >>> policy_text({"mode": "per_stage", "per_stage": [{"mode": "full"}, {"mode": "none"}]})
+    'stages full, none'
+    """
+    if isinstance(policy, str):
+        return policy
+    stages = policy.get("per_stage")
+    return f"stages {', '.join(map(policy_text, stages))}" if stages else described(policy)
 
 
 def read_run(path: Path) -> RunData:

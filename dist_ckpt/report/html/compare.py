@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dist_ckpt.memory.step_profile import KINDS
-from dist_ckpt.policy import described
 from dist_ckpt.report.html import charts, figures
 from dist_ckpt.report.html.page import Bytes, Cell, Chart, Panel, Panels, Part, Table, in_bytes
 from dist_ckpt.report.html.plan_tree import plan_differences
-from dist_ckpt.report.run_data import RunData
+from dist_ckpt.report.run_data import RunData, policy_text
 
 
 def names_of(runs: Sequence[RunData]) -> tuple[str, ...]:
@@ -40,6 +39,8 @@ def overview(runs: Sequence[RunData]) -> tuple[Part, ...]:
         return (table,)
     if missing := [name for name in names if name not in [trade.label for trade in trades]]:
         note = f"Not in the chart: {', '.join(missing)}. {note}"
+    if len({run.samples for run in runs}) > 1:
+        note += " The runs' updates differ in samples: samples/s, in the table, tells which is faster."
     measured = any(peak is not None for peak in _peaks(runs))
     memory = "peak of the heaviest rank" if measured else "accounted on the heaviest rank"
     chart = Chart(
@@ -47,7 +48,7 @@ def overview(runs: Sequence[RunData]) -> tuple[Part, ...]:
         "A point a run: its step time, and the memory of its heaviest rank.",
         figures.pareto(trades, memory),
         table,
-        note,
+        note.strip(),
     )
     return (chart,)
 
@@ -162,7 +163,7 @@ def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     """The options of a run by key; its policy is one, as it is described: modes have options of their own."""
     for key, value in options.items():
         if prefix + key == "ckpt" and isinstance(value, Mapping):
-            yield "ckpt", described(value)
+            yield "ckpt", policy_text(value)
         elif isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
         elif prefix + key != "run_dir":  # it always differs

@@ -220,7 +220,7 @@ def in_flight_curve(profile: StepProfile) -> tuple[tuple[float, int], ...]:
 
 def _doing(profile: StepProfile, moment: float) -> str:
     """The phase at a moment, and the module that runs, the innermost one."""
-    phase = next((named(one) for one in profile.phases if one.start_s <= moment <= one.end_s), "")
+    phase = next((named(one) for one in reversed(profile.phases) if one.start_s <= moment), "")
     running = [span for span in profile.spans if span.start_s <= moment < span.end_s]
     if not running:
         return phase
