@@ -74,6 +74,8 @@ def _grads(model: nn.Module) -> Iterator[Owner]:
         flat = fsdp.fsdp1_flat_parameter(module)
         for grad in fsdp.fsdp1_shard_grads(flat) if flat is not None else ():
             yield "grads", unwrapped_name(prefix), grad
+        for name, grad in fsdp.fsdp2_unsharded_grads(module):
+            yield "grads", unwrapped_name(name), local_tensor(grad)
     for name, parameter in named_parameters(model):
         if parameter.grad is not None:
             yield "grads", name, local_tensor(parameter.grad)

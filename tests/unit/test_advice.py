@@ -190,6 +190,9 @@ def test_blocks_of_a_segment_that_are_whole_at_once_are_counted() -> None:
     assert text.startswith("segments of 4 blocks hold 4 unsharded blocks at once, 80.000 MiB (44% of the peak)")
     assert "ckpt.k=2" in text and "ckpt=full" in text
     assert gain == 40 * MIB
+    norm = held("unsharded", 1, "layers.3.norm")  # too small to be sharded
+    text, gain = about(advised([profile_of((*QUIET, *whole[:3], norm))], run_of(plan=segments(4))), "unsharded")
+    assert "hold 3 unsharded blocks at once, 60.000 MiB" in text and gain == 20 * MIB
     two = [profile_of((*QUIET, *whole[:2]))]
     assert not any("unsharded" in text for text, _ in advised(two, run_of(plan=segments(4))))
     assert not any("unsharded" in text for text, _ in advised([profile_of((*QUIET, *whole))], run_of(plan=segments(1))))
@@ -224,15 +227,16 @@ def test_a_peak_with_few_activations_is_no_case_for_recompute(phase: str, where:
 )
 def test_the_next_policy_is_named_where_blocks_hold_much(mode: str, kind: Kind, key: str) -> None:
     def steps(mib: float, beside: float = 0) -> list[StepProfile]:
-        rest = held("temporary", 100 - mib, "output"), held(kind, mib, "layers.2.feed_forward")
-        return [profile_of(rest, beside_mib=beside)]
+        blocks = [held(kind, mib / 2, f"layers.{n}.feed_forward") for n in (2, 3)]
+        return [profile_of((held("temporary", 100 - mib, "output"), *blocks), beside_mib=beside)]
 
-    text, gain = about(advised(steps(40), run_of(mode)), "launch/sweep.py")
-    assert f"40.000 MiB (40% of the peak), with ckpt={mode}: {key}" in text and gain == 40 * MIB
-    assert about(advised(steps(40, beside=70), run_of(mode)), "launch/sweep.py")[1] == 30 * MIB
-    for quiet in (steps(20), steps(40, beside=80)):
+    text, gain = about(advised(steps(60), run_of(mode)), "launch/sweep.py")
+    assert f"60.000 MiB (60% of the peak), with ckpt={mode}: {key}" in text
+    assert gain == 30 * MIB, "the block at work, or the larger half of it, needs its own"
+    assert about(advised(steps(60, beside=74), run_of(mode)), "launch/sweep.py")[1] == 26 * MIB
+    for quiet in (steps(40), steps(60, beside=80)):
         assert not any("launch/sweep.py" in text for text, _ in advised(quiet, run_of(mode)))
-    assert not any("launch/sweep.py" in text for text, _ in advised(steps(40), run_of("nested")))
+    assert not any("launch/sweep.py" in text for text, _ in advised(steps(60), run_of("nested")))
 
 
 def test_room_for_everything_means_that_nothing_needs_recompute() -> None:
@@ -303,7 +307,7 @@ def pipeline(first: float, kind: Kind = "activations") -> list[StepProfile]:
 
 def test_a_stage_above_the_others_gets_a_policy_of_its_own() -> None:
     run = run_of("selective", engine_stages=2, engine_name="deepspeed_pipe")
-    text, gain = about(advised(pipeline(40), run), "above the next one")
+    text, gain = about(advised(pipeline(40), run), "ckpt.per_stage")
     assert text.startswith("stage 0 has a peak of 140.000 MiB, 40% above the next one, stage 1 (100.000 MiB)")
     assert "'ckpt.per_stage=[full,selective]'" in text and gain == 40 * MIB
     assert not any("above" in text for text, _ in advised(pipeline(10), run))

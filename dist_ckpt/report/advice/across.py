@@ -8,10 +8,18 @@ from collections.abc import Iterator
 from statistics import median
 
 from dist_ckpt.memory.records import RankMemory
-from dist_ckpt.report.advice.view import LARGE, SHARE, STATES, STRONGER, Advice, View, by_source, ranks_named, size
-
-UNEVEN = 0.10
-"""Of the heaviest rank's peak: shards that do not divide evenly stay well below a tenth."""
+from dist_ckpt.report.advice.view import (
+    LARGE,
+    SHARE,
+    STATES,
+    STRONGER,
+    UNEVEN,
+    Advice,
+    View,
+    by_source,
+    ranks_named,
+    size,
+)
 
 DOUBLED = 1.5
 """Times what an optimizer should hold: halfway to a second copy, and more than padding or scalars explain."""
@@ -99,17 +107,11 @@ def _uneven_ranks(view: View) -> Iterator[Advice]:
 
 
 def _uneven_stages(view: View) -> Iterator[Advice]:
-    heaviest_of: dict[int, RankMemory] = {}
-    for rank in view.report.ranks:
-        if rank.stage is not None:
-            heaviest_of[rank.stage] = max(heaviest_of.get(rank.stage, rank), rank, key=view.peak_of)
-    if len(heaviest_of) < 2:
+    if view.uneven_stages is None:
         return
-    heaviest, second = sorted(heaviest_of.values(), key=view.peak_of, reverse=True)[:2]
+    heaviest, second = view.uneven_stages
     assert heaviest.stage is not None, "it has one"
     gain = view.peak_of(heaviest) - view.peak_of(second)
-    if gain < UNEVEN * view.peak_of(heaviest):
-        return
     what = (
         f"stage {heaviest.stage} has a peak of {size(view.peak_of(heaviest))}, "
         f"{gain / view.peak_of(second):.0%} above the next one, stage {second.stage} "

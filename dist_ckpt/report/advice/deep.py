@@ -130,13 +130,15 @@ def _whole_blocks(view: View) -> Iterator[Advice]:
         block = view.block_of(h.module)
         if h.kind == "unsharded" and block is not None:
             sizes[block] += h.nbytes
+    largest = max(sizes.values(), default=0)
+    whole = [nbytes for nbytes in sizes.values() if nbytes >= largest / 2]  # of others, only norms are kept whole
     # Two are there in any case: the one at work, and the next one, which is fetched ahead.
-    gain = sum(sizes.values()) - 2 * max(sizes.values(), default=0)
+    gain = sum(whole) - 2 * largest
     if view.matters(gain):
         half = f"ckpt.k={run.segment // 2} has fewer of them, " if run.segment > 3 else ""
         yield Advice(
-            f"segments of {run.segment} blocks hold {len(sizes)} unsharded blocks at once, "
-            f"{view.of_peak(sum(sizes.values()))}{view.where}: {half}ckpt=full has one or two and keeps each block's "
+            f"segments of {run.segment} blocks hold {len(whole)} unsharded blocks at once, "
+            f"{view.of_peak(sum(whole))}{view.where}: {half}ckpt=full has one or two and keeps each block's "
             "input",
             gain,
         )
@@ -167,9 +169,12 @@ def _policy_that_keeps_less(view: View) -> Iterator[Advice]:
     mode = run.mode_of(view.rank.stage)
     stronger = STRONGER.get(mode)
     kind: Kind = "recompute" if mode in ("full", "segments") else "activations"
-    nbytes = sum(h.nbytes for h in profile.holdings if h.kind == kind and view.block_of(h.module) is not None)
-    gain = _gain(profile, nbytes, _lifetimes(profile, view.blocks))
-    if stronger is None or gain < LARGE * view.peak:
+    held = [h for h in profile.holdings if h.kind == kind and view.block_of(h.module) is not None]
+    nbytes = sum(h.nbytes for h in held)
+    # The piece at work needs its own in any case: a block of those that are held, or the larger half of a block.
+    pieces = 2 if mode == "full" else len({view.block_of(h.module) for h in held}) or 1
+    gain = _gain(profile, nbytes * (pieces - 1) / pieces, _lifetimes(profile, view.blocks))
+    if stronger is None or gain < LARGE * view.peak or view.uneven_stages is not None:
         return
     what = f"{view.of_peak(nbytes)}{view.where}, with ckpt={mode}"
     if kind == "recompute":

@@ -19,6 +19,9 @@ a peak by about as much."""
 LARGE = 0.25
 """Of the peak: from a quarter on, what a kind of memory holds decides which policy is right."""
 
+UNEVEN = 0.10
+"""Of the heaviest rank's peak: shards that do not divide evenly stay well below a tenth."""
+
 STATES: tuple[Kind, ...] = ("params", "grads", "optimizer")
 
 STRONGER = {
@@ -91,6 +94,18 @@ class View:
         """The block that a module is, or lies in."""
         parts = (module or "").split(".")
         return next((b for n in range(len(parts), 0, -1) if (b := ".".join(parts[:n])) in self.blocks), None)
+
+    @cached_property
+    def uneven_stages(self) -> tuple[RankMemory, RankMemory] | None:
+        """The heaviest ranks of the heaviest stage and of the next one, where that is far below."""
+        heaviest_of: dict[int, RankMemory] = {}
+        for rank in self.report.ranks:
+            if rank.stage is not None:
+                heaviest_of[rank.stage] = max(heaviest_of.get(rank.stage, rank), rank, key=self.peak_of)
+        if len(heaviest_of) < 2:
+            return None
+        first, second = sorted(heaviest_of.values(), key=self.peak_of, reverse=True)[:2]
+        return (first, second) if self.peak_of(first) - self.peak_of(second) >= UNEVEN * self.peak_of(first) else None
 
     def matters(self, nbytes: float) -> bool:
         return nbytes >= SHARE * self.peak
