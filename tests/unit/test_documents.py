@@ -16,7 +16,7 @@ LAUNCHERS = {
     "deepspeed": ["-m", "deepspeed.launcher.runner"],
     "python": [],
 }
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/deepspeed.md", "docs/memory.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/deepspeed.md", "docs/memory.md", "docs/wandb.md")
 
 
 def fenced(language: str) -> list[tuple[str, str]]:
