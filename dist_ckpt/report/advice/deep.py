@@ -19,7 +19,8 @@ _WHAT_LOWERS: dict[Kind, str] = {
     "activations": "train.micro_batch",
     "recompute": "train.micro_batch",
     "unsharded": "unsharded parameters (smaller blocks, fewer of them in a segment)",
-    "communication": "communication buffers (bucket sizes)",
+    "communication": "communication buffers (reduce_bucket_size of DeepSpeed; of FSDP they have the size of its largest "
+    "part, mostly embedding and head)",
     "temporary": "temporary results (train.micro_batch, model.loss=chunked)",
     "buffers": "the model's buffers",
     "unattributed": "what nobody owns",
@@ -153,10 +154,10 @@ def _few_activations(view: View) -> Iterator[Advice]:
     if nbytes >= FEW_ACTIVATIONS * view.peak:
         return
     kind = max(KINDS, key=lambda k: profile.at_peak[k])
+    limit = f"save more than {size(nbytes)}" if nbytes else "lower it"
     yield Advice(
         f"activations are only {nbytes / view.peak:.0%} of the peak{view.where}, which is in the {_moment(profile)}: "
-        f"recompute cannot save more than {size(nbytes)}, so first lower {_WHAT_LOWERS[kind]}, of which there are "
-        f"{size(profile.at_peak[kind])}",
+        f"recompute cannot {limit}, so first lower {_WHAT_LOWERS[kind]}: {view.of_peak(profile.at_peak[kind])}",
         None,
     )
 
@@ -171,7 +172,7 @@ def _policy_that_keeps_less(view: View) -> Iterator[Advice]:
     kind: Kind = "recompute" if mode in ("full", "segments") else "activations"
     held = [h for h in profile.holdings if h.kind == kind and view.block_of(h.module) is not None]
     nbytes = sum(h.nbytes for h in held)
-    # The piece at work needs its own in any case: a block of those that are held, or the larger half of a block.
+    # The piece that runs again needs its own in any case: the larger half of a block, or one block of several.
     pieces = 2 if mode == "full" else len({view.block_of(h.module) for h in held}) or 1
     gain = _gain(profile, nbytes * (pieces - 1) / pieces, _lifetimes(profile, view.blocks))
     if stronger is None or gain < LARGE * view.peak or view.uneven_stages is not None:

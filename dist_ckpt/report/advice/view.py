@@ -38,8 +38,8 @@ class Advice:
     text: str
     """What is there, and what to do."""
     gain_bytes: int | None
-    """How far the peak of the rank that it is about would fall at most; None where it is no matter of bytes, or where
-    they cannot be told before it is tried."""
+    """About how far the peak of the rank that it is about would fall, at most; None where it is no matter of bytes, or
+    where they cannot be told before it is tried."""
 
 
 @dataclass(frozen=True)
