@@ -1,9 +1,11 @@
-"""The examples run, change at most five lines of a loop, and train as without them."""
+"""The examples run, change at most five lines of a loop (ten where it is measured deeply), and train as without."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,16 +47,31 @@ def check(name: str, policy: Any) -> None:
 
 
 def test_each_example_is_there_and_marks_what_it_adds() -> None:
-    assert NAMES == ["accelerate_loop", "hf_trainer", "lightning_module", "lora", "plain_loop", "resnet"]
+    assert NAMES == [
+        "accelerate_loop", "hf_trainer", "lightning_module", "lora", "own_loop_memory", "plain_loop", "resnet",
+    ]  # fmt: skip
     for name in (*NAMES, *ON_TWO_RANKS):
         added = [line for line in (EXAMPLES / f"{name}.py").read_text().splitlines() if "# added" in line]
-        assert 2 <= len(added) <= 5, name
+        assert 2 <= len(added) <= (10 if name == "own_loop_memory" else 5), name
         assert any("apply(" in line for line in added) and any("import" in line for line in added)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_quick_examples_train_as_without_a_plan(name: str) -> None:
     check(name, "full")
+
+
+def test_a_loop_of_ones_own_sees_what_its_peak_consists_of(capsys: pytest.CaptureFixture[str]) -> None:
+    main_of("own_loop_memory")("none")
+    match = re.search(r"^peak ([\d,]+) bytes: (.*)\n *([\d,]+) bytes of ", capsys.readouterr().out, re.MULTILINE)
+    assert match is not None
+    peak, held, largest = int(match[1].replace(",", "")), ast.literal_eval(match[2]), int(match[3].replace(",", ""))
+    assert held.pop("phase") == "backward" and sum(held.values()) == peak
+    parameters = 4 * 6 * (4 * 64 * 64 + 4 * 64 + 2 * 64 * 256 + 256 + 64 + 4 * 64)  # projections, feed-forward, norms
+    assert (held["params"], held["optimizer"] // parameters) == (parameters, 2)
+    wide = 4 * 4 * 32 * 256  # what a feed-forward keeps, before and after its activation
+    assert held["activations"] > 6 * 2 * wide and held["unattributed"] <= 0.02 * peak and held["recompute"] == 0
+    assert wide <= largest < peak / 4
 
 
 @pytest.mark.full
