@@ -19,8 +19,8 @@ _WHAT_LOWERS: dict[Kind, str] = {
     "activations": "train.micro_batch",
     "recompute": "train.micro_batch",
     "unsharded": "unsharded parameters (smaller blocks, fewer of them in a segment)",
-    "communication": "communication buffers (reduce_bucket_size of DeepSpeed; of FSDP they have the size of its largest "
-    "part, mostly embedding and head)",
+    "communication": "communication buffers (reduce_bucket_size of DeepSpeed; FSDP's are as large as what it "
+    "shards as one, embedding and head among it)",
     "temporary": "temporary results (train.micro_batch, model.loss=chunked)",
     "buffers": "the model's buffers",
     "unattributed": "what nobody owns",
