@@ -100,6 +100,10 @@ def place_of(error: BaseException, names: Mapping[nn.Module, str]) -> Place:
     module = collective = line = None
     for frame, number in frames_of(error):
         phase = _phase(phase, frame)
+        if (
+            frame.f_code.co_name == _RUNS_BACKWARD
+        ):  # by whichever module: what it is doing says who is called from there
+            module = None
         module = next((names[m] for m in _modules(frame) if m in names), module)
         collective = collective or _collective(frame)
         if not is_library(frame.f_code.co_filename):
@@ -138,7 +142,7 @@ def _phase(so_far: FailurePhase, frame: FrameType) -> FailurePhase:
         return _OF_ENGINES[name]
     if deepspeed and name in _OF_DEEPSPEED:
         return _OF_DEEPSPEED[name]
-    if name == "_engine_run_backward":
+    if name == _RUNS_BACKWARD:
         return "backward"
     if isinstance(frame.f_locals.get("self"), Optimizer) or file.endswith("torch/nn/utils/clip_grad.py"):
         return "optimizer"
@@ -147,6 +151,7 @@ def _phase(so_far: FailurePhase, frame: FrameType) -> FailurePhase:
     return "loss" if so_far == "other" and name in _LOSSES else so_far
 
 
+_RUNS_BACKWARD = "_engine_run_backward"
 _OF_ENGINES: Mapping[str, FailurePhase] = {
     "prepare": "setup",
     "eval_loss": "evaluation",

@@ -33,7 +33,7 @@ from dist_ckpt.memory.failure import (
     where,
 )
 from dist_ckpt.memory.graph_names import GraphNames, common_module, modules_of_parameters
-from dist_ckpt.memory.holders import holder_of, visible_tensors
+from dist_ckpt.memory.holders import holders_of, visible_tensors
 from dist_ckpt.memory.ledger import Owner
 from dist_ckpt.memory.limits import MemoryLimit, held_bytes
 from dist_ckpt.memory.profile import kind_of, module_names
@@ -43,6 +43,8 @@ from dist_ckpt.names import named_buffers, named_parameters
 
 _LISTED = 60
 """Holdings, and modules, that are listed one by one."""
+_NAMED = 50
+"""Tensors without an owner for which is looked who refers to them."""
 _OWNED: tuple[Kind, ...] = ("params", "grads", "optimizer", "unsharded", "buffers")
 """A storage with owners of several kinds belongs to the first of these."""
 
@@ -202,8 +204,8 @@ class _Examination:
                     self._add(kind, common_module(modules) if modules else None, f"{names[0]}{others}", tensor)
         # Activations may lie in what a pipeline exchanges, and come before it.
         self._later = [one for one in kinds if one[0] not in _OWNED]
-        for module in self._model.modules() if self._model is not None else ():
-            self._later += [("communication", name, tensor) for name, tensor in fsdp.fsdp2_buffers(module)]
+        for inner in self._model.modules() if self._model is not None else ():
+            self._later += [("communication", name, tensor) for name, tensor in fsdp.fsdp2_buffers(inner)]
 
     def see_graphs(self) -> None:
         roots = [tensor for tensor in visible_tensors(self._device) if _has_graph(tensor)]
@@ -243,9 +245,15 @@ class _Examination:
                 for tensor in _tensors(value):
                     if tensor.device == self._device:
                         self._add(kind, self._module_of(frame), f"{name!r} in {where(frame, number)}", tensor)
-        for tensor in visible_tensors(self._device):
-            if tensor not in self._seen:
-                self._add("unattributed", None, holder_of(tensor), tensor)
+        by_storage = {_storage(t): t for t in visible_tensors(self._device) if t not in self._seen}
+        unknown = sorted(by_storage.values(), key=lambda tensor: -Storages([tensor]).nbytes)
+        del by_storage  # or it would be found to refer to them
+        largest, rest = unknown[:_NAMED], unknown[_NAMED:]
+        del unknown
+        for tensor, holder in zip(largest, holders_of(largest), strict=True):
+            self._add("unattributed", None, holder, tensor)
+        for tensor in rest:
+            self._add("unattributed", None, "not looked into", tensor)
 
     def _calls(self) -> list[tuple[Kind, FrameType, int]]:
         """The calls that the error has passed, and what their variables are for: those of the step go with it.

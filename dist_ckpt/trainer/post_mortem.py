@@ -122,27 +122,27 @@ def suggestions(job: Job, stage: int | None) -> list[Suggestion]:
             if cost.saved_bytes < now.saved_bytes:
                 extra = cost.micro_batch.recomputed_flops / max(cost.micro_batch.baseline_flops, 1)
                 found.append(Suggestion(change, cost.saved_bytes, now.saved_bytes - cost.saved_bytes, extra))
-    return found
+    return sorted(found, key=lambda one: (one.recomputed, -one.saving_bytes))
 
 
 def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:
     """Changes, as on the command line, and the jobs that they make; those that the engine refuses are left out."""
     config = job.config
-    for mode in POLICIES:
-        with suppress(DistCkptError):
-            source = model_source(config.model, config.train.seed)
-            sample = Sample.of(config, source)
-            plan = make_plan(
-                sample.model, policy_from({"mode": mode}), sample.batch, sample.loss, stages_of(config, source)
-            )
-            if not job.engine.refuses(plan):
-                yield f"ckpt={mode}", dataclasses.replace(job, plan=plan)
     if config.train.micro_batch > 1:
         half = config.train.micro_batch // 2
         accum = config.resolved_grad_accum(job.place.world_size) * config.train.micro_batch // half
         train = dataclasses.replace(config.train, micro_batch=half, grad_accum=accum, global_batch=None)
         smaller = dataclasses.replace(job, config=dataclasses.replace(config, train=train))
         yield f"train.micro_batch={half} train.grad_accum={accum}", smaller
+    for mode in POLICIES:
+        if mode == config.ckpt.mode:
+            continue
+        with suppress(DistCkptError):
+            source = model_source(config.model, config.train.seed)
+            sample, stages = Sample.of(config, source), stages_of(config, source)
+            plan = make_plan(sample.model, policy_from({"mode": mode}), sample.batch, sample.loss, stages)
+            if not job.engine.refuses(plan):
+                yield f"ckpt={mode}", dataclasses.replace(job, plan=plan)
 
 
 def _cost(job: Job, stage: int | None) -> StageCost:
