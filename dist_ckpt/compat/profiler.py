@@ -8,6 +8,7 @@ own memory view reads from the same place (torch/profiler/_memory_profiler.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._profiler import _EventType, _RecordFunctionFast
+from torch._C._profiler import _EventType, _RecordFunctionFast, _TensorMetadata
 from torch.autograd import profiler as _profiler
 
 from dist_ckpt.errors import MeasureError
@@ -116,15 +117,22 @@ class Recorder:
 def _op(event: Any, parent: int) -> Op:
     fields = event.extra_fields
     inputs = tuple(
-        TensorInput(one.storage_data_ptr, tuple(one.sizes), str(one.dtype).removeprefix("torch."))
-        for one in fields.inputs
-        if isinstance(one, torch._C._profiler._TensorMetadata) and one.storage_data_ptr is not None
+        TensorInput(address, tuple(one.sizes), dtype_name(one.dtype))
+        for given in fields.inputs
+        for one in (given if isinstance(given, list) else (given,))  # collectives are given lists of tensors
+        if type(one) is _TensorMetadata and (address := one.storage_data_ptr) is not None
     )
     sequence = fields.sequence_number
     # Operations without one have -1; nodes that ran out of order, AccumulateGrad, the largest number there is.
     return Op(
         event.name, event.start_time_ns, event.end_time_ns, parent, sequence if 0 <= sequence < 2**62 else None, inputs
     )
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` of ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def span(name: str) -> AbstractContextManager[Any]:

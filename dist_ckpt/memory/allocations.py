@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from dist_ckpt.compat.profiler import Change, Op
+from dist_ckpt.compat.profiler import Change, Op, dtype_name
 from dist_ckpt.memory.step_profile import Kind
 from dist_ckpt.memory.storages import plain_parts
 
@@ -33,8 +33,9 @@ def sightings(mark: int, kind: Kind | Literal["given", "visible"], name: str, te
     for part in plain_parts(tensor):
         storage = part.untyped_storage()
         if storage.nbytes() and storage.device.type != "meta":
-            dtype = str(part.dtype).removeprefix("torch.")
-            yield Sighting(mark, storage.data_ptr(), storage.nbytes(), kind, name, tuple(part.shape), dtype)
+            yield Sighting(
+                mark, storage.data_ptr(), storage.nbytes(), kind, name, tuple(part.shape), dtype_name(part.dtype)
+            )
 
 
 @dataclass(eq=False)

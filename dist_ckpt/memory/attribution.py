@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dist_ckpt.compat import zero
 from dist_ckpt.compat.profiler import Op, TensorInput, Trace
@@ -32,6 +33,8 @@ _KINDS_OF_OPS: tuple[tuple[str, Kind], ...] = (
 _OF_MODULE = re.compile(r"^FSDP::\w+ \((.+)\)$")
 _OWNED: tuple[Kind, ...] = ("params", "grads", "optimizer", "unsharded")
 """As in the ledger, where a storage has several owners it belongs to the first of these."""
+_USED: tuple[Kind | Literal["given"], ...] = ("given", "activations", "communication", "buffers")
+"""What is owned by nobody, in the same manner: a micro-batch is no activation, though graphs keep it."""
 _NAMED_BY_PARAMETER = frozenset({*_OWNED, "buffers"})
 _NAMED = _NAMED_BY_PARAMETER | {"communication", "unattributed"}
 """Kinds of which a snapshot knows better names than the operation that allocated them."""
@@ -67,7 +70,14 @@ class Attribution:
         self._ops = trace.ops
         self._places = _places(trace.ops)
         self._module_of_node = _modules_of_nodes(trace.ops, self._places)
+        self._redone_in = _modules_of_redone(trace.ops, self._places)
         self._turns = turns
+        self._exchanges: dict[int, list[int]] = {}
+        """Address → when collectives were given what lay there."""
+        for op in trace.ops:
+            if op.name.startswith("c10d::"):
+                for given in op.inputs:
+                    self._exchanges.setdefault(given.address, []).append(op.start)
 
     def kind(self, one: Allocation) -> Kind:
         """What it is for, as long as it is alive."""
@@ -77,13 +87,9 @@ class Attribution:
         for kind in _OWNED:
             if kind in seen:
                 return kind
-        if one.start is None and "given" in seen:
-            return "temporary"
-        for kind in ("activations", "communication", "buffers"):
+        for kind in _USED:
             if kind in seen:
-                return kind
-        if "given" in seen:
-            return "temporary"
+                return "temporary" if kind == "given" else kind
         if one.start is None:
             return "unattributed"
         place = self._place(one.op)
@@ -96,8 +102,9 @@ class Attribution:
         return "recompute" if place.redone else "temporary"
 
     def is_exchanged(self, one: Allocation) -> bool:
-        """Whether it was made for a collective."""
-        return self._place(one.op).kind == "communication"
+        """Whether it was made for a collective, or given to one."""
+        made_for_one = self._place(one.op).kind == "communication"
+        return made_for_one or any(map(one.is_alive, self._exchanges.get(one.address, ())))
 
     def module(self, one: Allocation) -> str | None:
         """In whose call it was made; in backward, of the operation whose gradient is computed."""
@@ -106,7 +113,9 @@ class Attribution:
     def module_at(self, op: int) -> str | None:
         """In whose call an operation runs; in backward, the call that made autograd's node."""
         place = self._place(op)
-        return place.module if place.module is not None else self._module_of_node.get(place.node)
+        if place.module is not None:
+            return place.module
+        return self._redone_in.get(op, self._module_of_node.get(place.node))
 
     def is_redone(self, op: int) -> bool:
         """Whether an operation is forward work within backward."""
@@ -203,6 +212,29 @@ def _modules_of_nodes(ops: Sequence[Op], places: Sequence[_Place]) -> dict[int, 
         if op.sequence is not None:
             before = made.get(op.sequence, redone.get(op.sequence))
         found[position] = before  # a parameter's gradient is added up after the node that computed it
+    return found
+
+
+def _modules_of_redone(ops: Sequence[Op], places: Sequence[_Place]) -> dict[int, str]:
+    """Operations of a recompute that run in no module's call → the module that runs again.
+
+    Its forward is run again, not its call, so only the calls of its children are marked: it is the parent of the child
+    before the operation, or of the first one after it.
+    """
+    found: dict[int, str] = {}
+    parents: dict[int, str] = {}
+    waiting: dict[int, list[int]] = {}
+    for position, (op, place) in enumerate(zip(ops, places, strict=True)):
+        if not place.redone:
+            continue
+        if place.module is None:
+            if place.node in parents:
+                found[position] = parents[place.node]
+            else:
+                waiting.setdefault(place.node, []).append(position)
+        elif op.name.startswith(MODULE) and places[op.parent].module is None:
+            parents[place.node] = place.module.rpartition(".")[0]
+            found.update(dict.fromkeys(waiting.pop(place.node, ()), parents[place.node]))
     return found
 
 

@@ -6,8 +6,8 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Iterator
-from types import FrameType, FunctionType, ModuleType
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ UNKNOWN = "unknown"
 """Of whom no Python object refers to."""
 
 _DEEPEST = 4
+"""Levels of containers that are looked through."""
+_WIDEST = 1000
+"""Objects at one level beyond which nobody would call them holders."""
 
 
 def visible_tensors(device: torch.device) -> Iterator[Tensor]:
@@ -40,65 +43,89 @@ def visible_tensors(device: torch.device) -> Iterator[Tensor]:
 
 
 def holder_of(tensor: Tensor) -> str:
-    """Who refers to a tensor, in words: ``'kept' (list) in train.py:12 (train)``; ``unknown`` if nobody Python sees."""
-    return _holder(tensor, {id(tensor), *_ours()}, 0) or UNKNOWN
+    """Who refers to a tensor, as :func:`holders_of` puts it."""
+    return holders_of([tensor])[0]
 
 
-def _holder(target: Any, seen: set[int], depth: int) -> str | None:
+def holders_of(tensors: Sequence[Tensor]) -> list[str]:
+    """Who refers to each tensor, in words: ``list 'kept' in train.py:12 (train)``; ``unknown`` if nobody Python sees.
+
+    A line is that at which a function is. The collector is asked once a level for all of them, which takes a while
+    however few they are.
+    """
+    variables = _variables_by_id()
+    found: dict[int, str] = {}
+    frontier: dict[int, _Held] = {id(tensor): _Held(tensor, {id(tensor): ""}) for tensor in tensors}
+    seen = {id(tensors), *frontier, *_ours()}
+    for _ in range(_DEEPEST):
+        for key in frontier.keys() & variables.keys():
+            for tensor, within in frontier.pop(key).within.items():
+                found[tensor] = f"{within}{variables[key]}"
+        following: dict[int, _Held] = {}
+        seen.update(id(held.__dict__) for held in frontier.values())
+        for one in gc.get_referrers(*(held.what for held in frontier.values())):
+            if id(one) in seen or isinstance(one, (FrameType, _Held)) or inspect.isgenerator(one):
+                continue
+            seen.add(id(one))
+            inside = [frontier[id(part)] for part in gc.get_referents(one) if id(part) in frontier]
+            names = {t: f"{_word(one, held.what)}{within}" for held in inside for t, within in held.within.items()}
+            if isinstance(one, (list, tuple, dict, set)) and not _is_module(one):
+                following[id(one)] = _Held(one, names)
+            else:
+                for tensor, name in names.items():
+                    found.setdefault(tensor, name.rstrip())
+        frontier = {key: held for key, held in following.items() if not held.within.keys() <= found.keys()}
+        if not frontier or len(frontier) > _WIDEST:
+            break
+    for held in frontier.values():
+        for tensor, name in held.within.items():
+            found.setdefault(tensor, f"a {name.rstrip()}")
+    return [found.get(id(tensor), UNKNOWN) for tensor in tensors]
+
+
+class _Held:
+    """Something on the way from tensors to who holds them."""
+
+    def __init__(self, what: Any, within: dict[int, str]) -> None:
+        self.what = what
+        self.within = within
+        """Tensor's id → what is between it and whoever holds this, in words."""
+
+
+def _word(holder: Any, held: Any) -> str:
+    """What a holder is, before what it is in turn held by."""
+    if isinstance(holder, dict):
+        key = next((key for key, value in holder.items() if value is held), None)
+        return f"{holder['__name__']}.{key} " if _is_module(holder) else f"dict[{key!r}] "
+    if isinstance(holder, (list, tuple, set)):
+        return f"{type(holder).__name__} "
+    attributes = getattr(holder, "__dict__", {})
+    name = next((name for name, value in attributes.items() if value is held or attributes is held), None)
+    return f"{type(holder).__name__}.{name} " if name else f"{type(holder).__name__} "
+
+
+def _is_module(holder: Any) -> bool:
+    return isinstance(holder, dict) and "__name__" in holder and "__spec__" in holder
+
+
+def _variables_by_id() -> dict[int, str]:
+    """What variables of running functions refer to, but for those of this package's measurement."""
+    found: dict[int, str] = {}
     for frame in _frames():
+        where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})"
         for name, value in _variables(frame).items():
-            if value is target and frame.f_code.co_filename != __file__:
-                return f"{name!r} in {_where(frame)}"
-    if depth == _DEEPEST:
-        return None
-    referrers = [one for one in gc.get_referrers(target) if id(one) not in seen and not isinstance(one, FrameType)]
-    containers = [one for one in referrers if isinstance(one, (list, tuple, dict, set))]
-    seen.update(map(id, (*referrers, referrers, containers)))
-    for one in referrers:
-        if isinstance(one, dict) and (owner := _owner_of_namespace(one)) is not None:
-            attribute = _name_in(one, target)
-            return owner if attribute is None else f"{owner}.{attribute}"
-    for one in containers:
-        if around := _holder(one, seen, depth + 1):
-            return f"{type(one).__name__} {around}"
-    if depth:
-        return None
-    if containers:
-        return f"a {type(containers[0]).__name__}"
-    for one in referrers:
-        if not isinstance(one, (ModuleType, FunctionType)):
-            return f"a {type(one).__name__}"
-    return None
-
-
-def _name_in(namespace: dict[Any, Any], target: Any) -> str | None:
-    """A function of its own: a comprehension would make the target a closure's, which then is one more referrer."""
-    for name, value in namespace.items():
-        if value is target:
-            return str(name)
-    return None
-
-
-def _owner_of_namespace(namespace: dict[Any, Any]) -> str | None:
-    """The module or object whose variables a dict holds."""
-    if "__name__" in namespace and "__builtins__" in namespace:
-        return str(namespace["__name__"])
-    for one in gc.get_referrers(namespace):
-        if getattr(one, "__dict__", None) is namespace:
-            return type(one).__name__
-    return None
+            found.setdefault(id(value), f"{name!r} in {where}")
+    return found
 
 
 def _ours() -> Iterator[int]:
-    """Ids of what this package's measurement refers to in running functions, and of the variables it does so with."""
+    """Ids of what the variables of this package's measurement refer to."""
     for frame in _frames(own=True):
-        variables = frame.f_locals
-        yield id(variables)
-        yield from map(id, variables.values())
+        yield from map(id, _variables(frame).values())
 
 
 def _frames(own: bool = False) -> Iterator[FrameType]:
-    """All running functions, but for those of this package's measurement."""
+    """All running functions, but for those of this package's measurement; or only those."""
     here = os.path.dirname(__file__)
     for frame in list(sys._current_frames().values()):
         now: FrameType | None = frame
@@ -116,7 +143,3 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     if type(held) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         held.clear()
     return found
-
-
-def _where(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -26,7 +26,7 @@ from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.errors import MeasureError, PlanError
 from dist_ckpt.memory.allocations import Sighting, end_unreported, follow, sightings
 from dist_ckpt.memory.attribution import MODULE, Attribution
-from dist_ckpt.memory.holders import holder_of, visible_tensors
+from dist_ckpt.memory.holders import holders_of, visible_tensors
 from dist_ckpt.memory.ledger import Category, Owner
 from dist_ckpt.memory.phases import Stretch, calls, stretch_at, stretches
 from dist_ckpt.memory.records import RankMemory
@@ -37,6 +37,8 @@ from dist_ckpt.names import is_replicated, unwrapped_name
 
 _MARK = "mark:"
 _MAX_HOLDINGS = 100
+_MAX_HOLDERS = 30
+"""Tensors of whom it is found out who holds them."""
 _COMMUNICATION = ("bucket of ", "pipe ", "gradient of pipe ", "receive buffer")
 """How the ledger names what an engine exchanges."""
 
@@ -91,7 +93,7 @@ class Recording:
         """Address of what was there before the step → the mark at which it was not there any more."""
         self._after_forwards: list[int] = []
         self._backward_ends: list[int] = []
-        self._hooked = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._hooked = WeakIdKeyDictionary()
         """Roots whose backward is watched."""
         self._active: ExitStack | None = None
         self._boundary: int | None = None
@@ -241,9 +243,16 @@ class Recording:
 
     def _see_visible(self, mark: int, with_holders: bool = False) -> None:
         known = {sighting.address for sighting in self._seen if sighting.mark == mark}
+        found: dict[int, Tensor] = {}
         for tensor in visible_tensors(self._device):
-            if any(part.untyped_storage().data_ptr() not in known for part in plain_parts(tensor)):
-                self._see(mark, "visible", holder_of(tensor) if with_holders else "", tensor)
+            address = plain_parts(tensor)[0].untyped_storage().data_ptr()
+            if address not in known:
+                found.setdefault(address, tensor)
+        heaviest = sorted(found.values(), key=lambda tensor: tensor.untyped_storage().nbytes(), reverse=True)
+        named = heaviest[:_MAX_HOLDERS] if with_holders else []
+        holders = holders_of(named) if named else []
+        for place, tensor in enumerate(heaviest):
+            self._see(mark, "visible", holders[place] if place < len(holders) else "", tensor)
 
     def _see(self, mark: int, kind: Any, name: str, tensor: Tensor) -> None:
         if tensor.device != self._device:
@@ -268,7 +277,8 @@ class Recording:
             with self.mark() as mark:
                 self._look_for_gone(mark)
                 if is_root:
-                    self._see_given(mark, (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+                    leaves = tree_leaves((args, kwargs))
+                    self._see_given(mark, (x for x in leaves if isinstance(x, Tensor) and x.grad_fn is None))
 
     def _backward_begins(self, gradient: Tensor) -> None:
         if self._active is None:  # a graph that has outlived its step
