@@ -16,7 +16,7 @@ LAUNCHERS = {
     "deepspeed": ["-m", "deepspeed.launcher.runner"],
     "python": [],
 }
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/deepspeed.md", "docs/memory.md", "docs/wandb.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/deepspeed.md", "docs/memory.md", "docs/sweeps.md", "docs/wandb.md")
 
 
 def fenced(language: str) -> list[tuple[str, str]]:
@@ -39,7 +39,7 @@ SNIPPETS = [text for name, text in fenced("python") if name != "CONTRIBUTING.md"
 
 
 def run(arguments: list[str], cwd: Path) -> str:
-    done = subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
