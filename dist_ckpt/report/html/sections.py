@@ -168,7 +168,10 @@ def training(run: RunData) -> tuple[Part, ...]:
         of_validation = ([line["step"] for line in validated], [line["eval_loss"] for line in validated])
         both = {"training": (places, [line["loss"] for line in run.steps]), "validation": of_validation}
         charts[0] = steps_chart("Loss", "loss", both, from_zero=False)
-    return (Columns(tuple(charts)),)
+    deep = (
+        f"Step {run.profiles[0].step} is the deep one: recording every allocation takes time." if run.profiles else ""
+    )
+    return (*filter(None, (deep,)), Columns(tuple(charts)))
 
 
 def predicted(run: RunData) -> tuple[Part, ...]:

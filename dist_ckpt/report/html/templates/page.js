@@ -14,7 +14,7 @@
   const axis = { gridcolor: "$grid", linecolor: "$line", zerolinecolor: "$line", automargin: true, title: { standoff: 6 } };
   const shared = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 8, r: 12, t: 8, b: 8 }, height: 320,
-    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, traceorder: "normal" }, hoverlabel: { namelength: -1 },
+    legend: { orientation: "h", xref: "container", x: 0, xanchor: "left", yref: "container", y: 0, yanchor: "bottom", traceorder: "normal" }, hoverlabel: { namelength: -1 },
   };
   const layoutOf = (figure, resolve, narrow) => {
     const layout = { ...shared, ...figure.layout };
@@ -23,7 +23,7 @@
     layout.legend = { ...shared.legend, ...figure.layout.legend };
     for (const key of new Set(["xaxis", "yaxis", ...Object.keys(layout).filter((k) => /^[xy]axis\d*$/.test(k))]))
       layout[key] = { ...axis, ...layout[key], title: { ...axis.title, ...layout[key]?.title } };
-    if (narrow) Object.assign(layout, { height: 1.15 * layout.height, legend: { ...layout.legend, entrywidth: 86 } });
+    if (narrow) layout.height *= 1.15;
     return resolve(layout);
   };
   const draw = (chart) => {
