@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import tempfile
@@ -78,7 +79,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        if torch.autograd._profiler_enabled():
+        if _is_taken():
             raise MeasureError(
                 "a profiler is running already, and torch has room for one: end it before this step, or record the "
                 "step without MemoryMeter.profile()"
@@ -112,6 +113,14 @@ class Recorder:
                 ops.append(_op(event, parent))
             pending.extend((child, place) for child in reversed(event.children))
         return Trace(tuple(ops), tuple(sorted(changes, key=lambda change: change.at)))
+
+
+def _is_taken() -> bool:
+    """Whether a profiler runs, or is warming up: to start another one then has the process crash when it goes on."""
+    return torch.autograd._profiler_enabled() or any(
+        issubclass(type(one), _profiler.profile) and one.entered and one.kineto_results is None
+        for one in gc.get_objects()
+    )
 
 
 def _op(event: Any, parent: int) -> Op:

@@ -42,7 +42,7 @@ class SavedBytes:
     """Custom autograd Functions in regions with op rules in which no rule found anything to keep: what they compute
     outside of torch's dispatcher (a Triton kernel, numpy) no rule can see, so they are recomputed as they are."""
     tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
-    """A tensor of each storage that counts, and of each weight copy, if asked for. They keep what they show alive."""
+    """A tensor of each storage of the total, if asked for. They keep what they show alive."""
 
     @property
     def on_device(self) -> int:
@@ -130,8 +130,7 @@ class _Walk:
         if not isinstance(tensor, Tensor):
             return 0
         if item.is_weight_copy if isinstance(item, Packed) else is_weight_copy(tensor):
-            if self.weight_copies.add(tensor, unless_in=self.resident):
-                self.tensors.append(tensor)
+            self.weight_copies.add(tensor, unless_in=self.resident)
             return 0
         added = self.kept.add(tensor, unless_in=self.resident)
         if added:

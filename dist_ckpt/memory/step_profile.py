@@ -13,10 +13,11 @@ Kind = Literal[
 ]  # fmt: skip
 """What memory is for at a moment of the step, finer than the ledger's categories.
 
-``activations``: kept by forward for backward. ``recompute``: made by a region that runs again. ``unsharded``: whole
-copies of sharded parameters. ``communication``: buckets and buffers of collectives and of pipelines.
-``temporary``: allocated and freed within the step, kept by nobody. ``unattributed``: alive before or after the step,
-and owned by nothing that the engine knows.
+``activations``: kept by forward for backward, as :class:`~dist_ckpt.memory.activations.SavedBytes` counts it.
+``recompute``: made by a region that runs again. ``unsharded``: whole copies of sharded parameters.
+``communication``: buckets and buffers of collectives and of pipelines. ``temporary``: allocated and freed within the
+step and kept by nobody, and the micro-batches; the weights that autocast has cast and the RNG states that checkpoints
+stash are among it. ``unattributed``: alive before or after the step, and owned by nothing that the engine knows.
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -221,7 +221,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
 
 def test_mistakes_are_named() -> None:
     loop = Loop()
-    with pytest.raises(MeasureError, match="no boundary: call MemoryMeter.boundary"), loop.meter.profile():
+    with pytest.raises(MeasureError, match="no boundary: call MemoryMeter"), loop.meter.profile():
         loop.model(torch.randn(ROWS, SEQ, 4)).sum().backward()
     with pytest.raises(MeasureError, match="within its own"), loop.meter.profile(), loop.meter.profile():
         pass
@@ -230,6 +230,25 @@ def test_mistakes_are_named() -> None:
             pass
         loop.step()
     assert any(event.key == "aten::gelu" for event in mine.key_averages()), "the user's own goes on"
+    check_sums(loop.profile())
+
+
+def test_a_profiler_that_warms_up_is_left_alone() -> None:
+    loop = Loop()
+    plan = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    seen: list[str] = []
+
+    def ready(profiler: torch.profiler.profile) -> None:
+        seen.extend(event.key for event in profiler.key_averages())
+
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, schedule=plan, on_trace_ready=ready) as mine:
+        with pytest.raises(MeasureError, match="profiler is running already"):
+            loop.profile()
+        mine.step()
+        loop.step()
+        mine.step()
+    assert "aten::gelu" in seen
     check_sums(loop.profile())
 
 
