@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import json
 import socketserver
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ def assert_no_key(*folders: Path) -> None:
         assert KEY.encode() not in path.read_bytes(), path
 
 
-def test_a_dead_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _home: Path) -> None:
+def test_a_dead_server(tmp_path: Path, _home: Path) -> None:
     environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     finished = torchrun(*ONLINE, cwd=tmp_path, environment=environment)
     assert finished.code == 0, finished.output
@@ -57,41 +57,82 @@ def test_a_dead_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _home: P
     assert not list(_home.iterdir())
 
 
-@pytest.fixture
-def refusing() -> Iterator[str]:
-    """The address of a server that knows no key."""
+class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    """In place of W&B's: opens runs, or knows no key."""
 
-    class Refuses(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            body = b'{"errors": [{"message": "user is not logged in"}]}'
-            self.send_response(401)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    daemon_threads = True
 
-        do_GET = do_POST
+    def __init__(self, knows_keys: bool) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.knows_keys = knows_keys
+        self.opened = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
 
-    class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
-        daemon_threads = True
+class Answers(http.server.BaseHTTPRequestHandler):
+    server: Server
 
-    with Server(("127.0.0.1", 0), Refuses) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if not self.server.knows_keys:
+            self._answer({"errors": [{"message": "user is not logged in"}]}, 401)
+        elif b"RunResumeStatus" in asked:
+            self._answer({"data": {"model": {"bucket": None}}})
+        elif b"UpsertBucket" in asked:
+            project = {"name": "tests", "entity": {"name": "me"}}
+            run = {"id": "1", "name": json.loads(asked)["variables"]["name"], "config": "{}", "project": project}
+            self._answer({"data": {"upsertBucket": {"bucket": run, "inserted": True}}})
+            self.server.opened.set()
+        else:
+            self._answer({"errors": [{"message": "unknown"}]})
+
+    do_GET = do_POST
+
+    def _answer(self, answer: object, code: int = 200) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_wrong_key(tmp_path: Path, _home: Path) -> None:
+    with Server(knows_keys=False) as server:
+        environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+        finished = torchrun(*ONLINE, cwd=tmp_path, environment=environment)
         server.shutdown()
-
-
-def test_a_wrong_key(tmp_path: Path, _home: Path, refusing: str) -> None:
-    environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": refusing}
-    finished = torchrun(*ONLINE, cwd=tmp_path, environment=environment)
     assert finished.code == 0, finished.output
     (said,) = of_wandb(finished)
     assert "; recorded offline, upload with: wandb sync " in said
     assert_as_in_the_folder(tmp_path / "run", recorded(tmp_path / "run")[-1:])
+    assert_no_key(tmp_path / "run", _home)
+
+
+def test_an_outage_in_the_middle(tmp_path: Path, _home: Path) -> None:
+    server = Server(knows_keys=True)
+
+    def end() -> None:
+        server.opened.wait()
+        server.shutdown()
+        server.server_close()
+
+    threading.Thread(target=end, daemon=True).start()
+    environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+    finished = torchrun(*ONLINE, "report.profile_step=2", cwd=tmp_path, environment=environment)
+    assert server.opened.is_set()
+    assert finished.code == 0, finished.output
+    finished.assert_quick(90)
+    (said,) = of_wandb(finished)
+    assert "not all was uploaded within 25 s; the rest with: wandb sync " in said
+    (start,) = recorded(tmp_path / "run")
+    assert str(start.folder) == said.rpartition("wandb sync ")[2]
+    assert_as_in_the_folder(tmp_path / "run", [start])
+    assert start.exit_code == 0
     assert_no_key(tmp_path / "run", _home)
 
 

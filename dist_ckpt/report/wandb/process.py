@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -176,8 +177,10 @@ class Curves:
     def __init__(self, run: wandb.Run, seen: int, world_size: int, max_ranks: int) -> None:
         self._run, self._seen = run, max(seen, run.step - 1)
         self._world_size, self._max_ranks = world_size, max_ranks
-        self._row: dict[str, Any] = {}
-        self._step = 0
+        self._step, self._row = 0, dict[str, float]()
+        self._media: dict[str, Any] = {}
+        """Of the same row."""
+        self._takes_media = True
         self._report: Mapping[str, Any] | None = None
 
     def take(self, record: Mapping[str, Any]) -> None:
@@ -190,7 +193,8 @@ class Curves:
         if "memory" in record and self._step > self._seen:
             self._row |= memory_metrics(record["memory"], self._max_ranks)
             if (table := peak_table(record["memory"])) is not None:
-                self._row |= _table_and_chart("memory/at_peak", table, [c.removesuffix("(GiB)") for c in table[0][2:]])
+                kinds = [column.removesuffix("(GiB)") for column in table[0][2:]]
+                self._media |= _table_and_chart("memory/at_peak", table, kinds)
 
     def end(self, code: int, folder: Path) -> None:
         """Adds to the last row what there is only once, and leaves the run folder's files as an artifact."""
@@ -201,20 +205,37 @@ class Curves:
         if code == _OUT_OF_MEMORY:
             self._row["memory/num_ooms"] = 1
         if self._report is not None:
-            self._row |= _table_and_chart("memory/ranks", rank_table(self._report), CATEGORIES)
+            self._media |= _table_and_chart("memory/ranks", rank_table(self._report), CATEGORIES)
         if (page := folder / "report.html").exists():
-            self._row["report"] = wandb.Html(str(page), inject=False)
-        if self._row:
-            self._commit()
+            self._media["report"] = wandb.Html(str(page), inject=False)
+        self._commit()
         artifact = wandb.Artifact(f"run-{self._run.id}", type="run")
         for path in (folder / name for name in _ARTIFACT):
             if path.exists():
                 artifact.add_file(str(path))
-        self._run.log_artifact(artifact)
+        self._with_media(lambda: self._run.log_artifact(artifact))
 
     def _commit(self) -> None:
-        if self._step > self._seen:
-            self._run.log(self._row, step=self._step, commit=True)
+        row, media, self._media = self._row, self._media, {}
+        if self._step <= self._seen or not (row or media):
+            return
+        write = functools.partial(self._run.log, step=self._step, commit=True)
+        if not (media and self._with_media(lambda: write({**row, **media}))) and row:
+            write(row)
+
+    def _with_media(self, send: Callable[[], object]) -> bool:
+        """Sends tables or files, for which W&B waits for its server (wandb 0.31): not again after it was not there.
+
+        Returns:
+            Whether that worked.
+        """
+        if self._takes_media:
+            try:
+                send()
+            except Exception:
+                traceback.print_exc()
+                self._takes_media = False
+        return self._takes_media
 
 
 def _table_and_chart(key: str, table: tuple[list[str], list[list[Any]]], parts: Iterable[str]) -> dict[str, Any]:

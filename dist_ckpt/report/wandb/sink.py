@@ -23,7 +23,7 @@ from dist_ckpt.report.sinks import Sink
 
 _LIMIT_BYTES = 64 * 2**20
 """Records that wait while W&B connects. More means that it never takes them."""
-_PATIENCE_S, _PATIENCE_AFTER_FAILURE_S = 40.0, 15.0
+_PATIENCE_S, _PATIENCE_AFTER_FAILURE_S = 60.0, 15.0
 """For what is left to upload at the end. A failed run's ranks are to be gone soon: others wait for them."""
 
 
