@@ -109,6 +109,8 @@ def place_of(error: BaseException, names: Mapping[nn.Module, str]) -> Place:
         if not is_library(frame.f_code.co_filename):
             text = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()
             line = where(frame, number) + (f": {text}" if text else "")
+    if phase == "optimizer" and module == "":
+        module = None  # DeepSpeed's engine, which is a module, steps it
     return Place(phase, module, collective, line)
 
 

@@ -104,6 +104,9 @@ def test_out_of_memory_on_one_rank_ends_all_for_good(tmp_path: Path) -> None:
     assert second == f"not restarted, it would end the same way: {record['reason']}"
     finished.assert_no_traceback_of_ours()
     assert "alloc_cpu" in (tmp_path / "run" / "logs" / "rank_1.log").read_text()
+    found = json.loads((RunFolder(tmp_path / "run").oom / "rank_1.json").read_text())
+    assert (found["requested_bytes"], found["phase"], found["step"]) == (1 << 50, "forward", 3)
+    assert found["module"].startswith("layers.")
 
 
 @pytest.mark.full
