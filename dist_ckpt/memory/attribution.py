@@ -99,6 +99,8 @@ class Attribution:
             return "unattributed"
         if place.node < 0 and any(one.start <= turn < one.end for turn in self._turns):
             return "activations"
+        if self.is_exchanged(one):  # a gradient that is reduced where it lies
+            return "communication"
         return "recompute" if place.redone else "temporary"
 
     def is_exchanged(self, one: Allocation) -> bool:
@@ -139,7 +141,8 @@ class Attribution:
             if seen.name and (kind in _NAMED or not source):
                 source = seen.name
                 module = seen.name.rpartition(".")[0] if kind in _NAMED_BY_PARAMETER else module
-        return Holding(kind, module, source or "unknown", shape, dtype, one.nbytes, 1)
+        unnamed = "unknown" if one.start is None else "outside of operations"  # of Python's own: RNG states
+        return Holding(kind, module, source or unnamed, shape, dtype, one.nbytes, 1)
 
     def _place(self, op: int) -> _Place:
         return self._places[op] if op >= 0 else _Place()
@@ -191,7 +194,7 @@ def _places(ops: Sequence[Op]) -> list[_Place]:
         source = around.source if says_nothing and around.source else op.name.removeprefix(ENGINE)
         if op.name.startswith(MODULE):
             source = ""
-        places.append(_Place(module, node, redone, kind, source or op.name))
+        places.append(_Place(module, node, redone, kind, source))
     return places
 
 
