@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 
 from dist_ckpt.memory.records import RankMemory
@@ -132,7 +134,8 @@ def _unattributed(view: View) -> Iterator[Advice]:
     """What nobody owns, by who holds it."""
     holders: dict[str, dict[int, int]] = defaultdict(dict)
     for number, profile in view.profiles.items():
-        for source, nbytes in by_source(h for h in profile.holdings if h.kind == "unattributed").items():
+        unowned = (replace(h, source=_holder(h.source)) for h in profile.holdings if h.kind == "unattributed")
+        for source, nbytes in by_source(unowned).items():
             if nbytes >= SHARE * profile.peak_bytes:
                 holders[source][number] = nbytes
     for source, by_rank in holders.items():
@@ -149,6 +152,15 @@ def _unattributed(view: View) -> Iterator[Advice]:
             "holds it",
             unknown,
         )
+
+
+def _holder(source: str) -> str:
+    """Who holds something in the end, without the way there: all of a copied state is to be let go of as one.
+
+    ``dict 'best' in train.py:12 (train)`` of ``dict['state'] dict[0] dict['exp_avg'] 'best' in train.py:12 (train)``.
+    """
+    found = re.match(r"(\w+)(?:\[.*?\])? (?:\w+(?:\[.*?\])? )*('.*' in .*)", source)
+    return f"{found[1]} {found[2]}" if found else source
 
 
 def _doubled_optimizer(view: View) -> Iterator[Advice]:
