@@ -336,7 +336,8 @@ def _walk(node: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
         return
     seen.add(id(node))
     if isinstance(node, Tensor):
-        yield path, node
+        if not hasattr(node, "ds_tensor"):  # which may be whole
+            yield path, node
         if node.is_leaf and node.grad is not None:
             yield f"{path}.grad", node.grad
     elif isinstance(node, dict):
