@@ -10,8 +10,10 @@ import pytest
 from dist_ckpt.errors import ConfigError, DistCkptError, PlanError
 from dist_ckpt.policy import EveryKPolicy, NoPolicy, PerStagePolicy, SegmentsPolicy, SelectivePolicy, policy_from
 from dist_ckpt.trainer.config import load_config
+from dist_ckpt.trainer.keys import leaves
+from dist_ckpt.trainer.overrides import CONFIGS
 from dist_ckpt.trainer.sweep.folder import claimed
-from dist_ckpt.trainer.sweep.options import Cell, read_sweep
+from dist_ckpt.trainer.sweep.options import Cell, SweepOptions, read_sweep
 
 POLICIES = [
     "none",
@@ -89,6 +91,11 @@ def test_samples_of_an_update_follow_the_micro_batch() -> None:
 def test_mistakes(arguments: list[str], message: str) -> None:
     with pytest.raises(DistCkptError, match=message):
         read_sweep(arguments)
+
+
+def test_the_page_describes_every_key() -> None:
+    page = (CONFIGS.parent / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    assert [key for key in leaves(SweepOptions) if f"| `{key}` |" not in page] == []
 
 
 def test_a_policy_in_deepspeeds_file_is_refused(tmp_path: Path) -> None:

@@ -80,11 +80,12 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(child.wait(30)))
 Path(sys.argv[1] + ".new").write_text(str(child.pid))
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 time.sleep(600)
 """
-"""A launcher like torchrun, whose worker has a session of its own and does not listen to SIGTERM."""
+"""A launcher like torchrun: its worker has a session of its own and ignores SIGTERM, and it waits for that worker."""
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
