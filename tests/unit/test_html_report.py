@@ -357,3 +357,26 @@ def test_the_end_of_a_run_is_told_before_it_is_recorded(tmp_path: Path, without_
     for code, said in ((None, "(no end recorded)"), (0, "on 2 ranks, done."), (3, "ended with exit code 3.")):
         write_report([run], tmp_path / "page.html", code)
         assert said in (tmp_path / "page.html").read_text()
+
+
+def test_a_run_out_of_memory_says_where_what_filled_it_is_told(tmp_path: Path, without_plotly: None) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "exit.json").unlink()
+    write_report([run], tmp_path / "page.html", 3)
+    assert "What filled memory is written rank by rank once this page is" in (tmp_path / "page.html").read_text()
+    (run / "oom").mkdir()
+    record = {"rank": 1, "stage": None, "phase": "forward", "module": "layers.0", "requested_bytes": 5 * MIB}
+    (run / "oom" / "rank_1.json").write_text(json.dumps(record))
+    found = Page(run_page(read_run(run)))
+    assert found.tables["ranks that ran out of memory"][1][:4] == ["1", "-", "forward", "layers.0"]
+    assert found.exact["ranks that ran out of memory"][1][4] == 5 * MIB
+
+
+def test_ranks_with_the_same_leak_stand_together(tmp_path: Path, without_plotly: None) -> None:
+    run = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "memory.jsonl").read_text().splitlines()]
+    for rank in lines[-1]["ranks"]:
+        rank["leak"] = "grows by 3 MiB a report"
+    (run / "memory.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = run_page(read_run(run))
+    assert text.count("grows by 3 MiB a report") == 1 and "rank 0, 1" in text

@@ -42,6 +42,9 @@ from dist_ckpt.report.html.page import (
 from dist_ckpt.report.html.plan_tree import plan_tree
 from dist_ckpt.report.run_data import RunData
 
+OUT_OF_MEMORY = 3
+"""Exit code of a run that ran out of memory, as ``exit.json`` has it."""
+
 PROFILES = 16
 """Ranks whose deep step is in a page: the heaviest of each stage, then the heaviest of all."""
 
@@ -61,7 +64,12 @@ def glance(run: RunData) -> tuple[Part, ...]:
 def out_of_memory(run: RunData) -> tuple[Part, ...]:
     """The ranks that ran out of memory."""
     if not run.post_mortems:
-        return ()
+        if (run.exit or {}).get("code") != OUT_OF_MEMORY:
+            return ()
+        return (
+            "What filled memory is written rank by rank once this page is: oom/rank_r.html of the run folder. "
+            f"python launch/report.py {run.path} makes this page again, with it.",
+        )
     shown = ("rank", "stage", "phase", "module", "requested_bytes", "held_bytes", "limit_bytes")
     rows = tuple(
         tuple(Bytes(one.get(name)) if name.endswith("bytes") else one.get(name) for name in shown)
@@ -314,7 +322,7 @@ def _speed_facts(run: RunData) -> list[Fact]:
         more = [one.flops / one.baseline_flops - 1 for one in run.predicted if one.baseline_flops]
         saved = sum(one.saved_bytes for one in run.predicted)
         without = sum(one.baseline_saved_bytes for one in run.predicted)
-        if more and without:
+        if more and saved < without:
             note = f"for {1 - saved / without:.0%} less to keep"
             facts.append(Fact("Recomputed FLOPs", f"+{max(more):.1%}", note))
     return facts
