@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dist_ckpt.errors import counted
 from dist_ckpt.memory.activations import saved_bytes
-from dist_ckpt.memory.holders import UNKNOWN, holder_of, visible_tensors
+from dist_ckpt.memory.holders import UNKNOWN, holders_of, visible_tensors
 from dist_ckpt.memory.ledger import CATEGORIES, Owner, ledger
 from dist_ckpt.memory.records import byte_unit, format_bytes
 from dist_ckpt.memory.storages import Storages
@@ -31,7 +31,7 @@ _RISES = 2
 fill up once, rise once or twice."""
 
 _ENDS = 4
-"""Of graphs, whose holders are looked for: each takes a search through all of Python's objects."""
+"""Of graphs, the largest, whose holders are looked for."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ def _described(tensors: Iterable[Tensor]) -> str | None:
     heaviest, *others = (key for key, _ in nbytes.most_common())
     shape, dtype = " × ".join(map(str, first[heaviest].shape)), str(first[heaviest].dtype).removeprefix("torch.")
     what = f"{counted(count[heaviest], 'new tensor')}: {shape or 'scalar'} {dtype}"
-    if (holder := holder_of(first[heaviest])) != UNKNOWN:
+    ends = [first[key] for key in others if first[key].grad_fn is not None]
+    holder, *of_ends = holders_of([first[heaviest], *ends[:_ENDS]])
+    if holder != UNKNOWN:
         return f"{holder} ({what})"
-    for end in [first[key] for key in others if first[key].grad_fn is not None][:_ENDS]:
-        if (holder := holder_of(end)) != UNKNOWN:
-            return f"the graph of {holder} ({what})"
-    return f"a graph, or code outside of Python ({what})"
+    graph = next((f"the graph of {held}" for held in of_ends if held != UNKNOWN), "a graph, or code outside of Python")
+    return f"{graph} ({what})"
