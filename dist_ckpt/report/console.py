@@ -70,6 +70,8 @@ class Console:
     def table(self, report: MemoryReport) -> None:
         """Prints the memory of all ranks, without columns that are empty on every rank."""
         self._console.print(memory_table(report), crop=False)
+        self._told.clear()  # whoever reads the end may not have read what was said on the way
+        self.leaks(report)
 
     def peaks(self, report: MemoryReport) -> None:
         """Prints what fills memory at the peak of each rank, where a deep step has found it."""

@@ -140,6 +140,8 @@ def test_a_leak_is_said_once_for_all_ranks_that_have_it() -> None:
     assert text.getvalue() == "warning: ranks 1-3: it grows\n"
     console.leaks(MemoryReport(8, (dataclasses.replace(ranks[0], leak="other"), *ranks[1:])))
     assert text.getvalue().endswith("warning: rank 0: other\n")
+    console.table(MemoryReport(8, tuple(ranks)))
+    assert text.getvalue().endswith("warning: ranks 1-3: it grows\n"), "again at the end"
 
 
 def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,20 +126,18 @@ def _whole_blocks(view: View) -> Iterator[Advice]:
     profile, run = view.profile, view.run
     if profile is None or run.segment < 2:
         return
-    sizes: dict[str, int] = defaultdict(int)
-    for h in profile.holdings:
-        block = view.block_of(h.module)
-        if h.kind == "unsharded" and block is not None:
-            sizes[block] += h.nbytes
-    largest = max(sizes.values(), default=0)
-    whole = [nbytes for nbytes in sizes.values() if nbytes >= largest / 2]  # of others, only norms are kept whole
+    listed = [(view.block_of(h.module), h.nbytes) for h in profile.holdings if h.kind == "unsharded"]
+    # Their largest weights tell how many there are: of any block, small ones may be whole all the time.
+    largest = max((nbytes for block, nbytes in listed if block is not None), default=0)
+    count = len({block for block, nbytes in listed if block is not None and nbytes >= largest / 2})
+    nbytes = view.of_blocks(profile, "unsharded")
     # Two are there in any case: the one at work, and the next one, which is fetched ahead.
-    gain = sum(whole) - 2 * largest
+    gain = nbytes * (count - 2) // max(count, 1)
     if view.matters(gain):
         half = f"ckpt.k={run.segment // 2} has fewer of them, " if run.segment > 3 else ""
         yield Advice(
-            f"segments of {run.segment} blocks hold {len(whole)} unsharded blocks at once, "
-            f"{view.of_peak(sum(whole))}{view.where}: {half}ckpt=full has one or two and keeps each block's "
+            f"segments of {run.segment} blocks hold {count} unsharded blocks at once, "
+            f"{view.of_peak(nbytes)}{view.where}: {half}ckpt=full has one or two and keeps each block's "
             "input",
             gain,
         )
@@ -170,10 +168,10 @@ def _policy_that_keeps_less(view: View) -> Iterator[Advice]:
     mode = run.mode_of(view.rank.stage)
     stronger = STRONGER.get(mode)
     kind: Kind = "recompute" if mode in ("full", "segments") else "activations"
-    held = [h for h in profile.holdings if h.kind == kind and view.block_of(h.module) is not None]
-    nbytes = sum(h.nbytes for h in held)
+    nbytes = view.of_blocks(profile, kind)
     # The piece that runs again needs its own in any case: the larger half of a block, or one block of several.
-    pieces = 2 if mode == "full" else len({view.block_of(h.module) for h in held}) or 1
+    ran = {span.module for span in profile.spans} & view.blocks
+    pieces = {"full": 2, "segments": run.segment}.get(mode, len(ran)) or 1
     gain = _gain(profile, nbytes * (pieces - 1) / pieces, _lifetimes(profile, view.blocks))
     if stronger is None or gain < LARGE * view.peak or view.uneven_stages is not None:
         return

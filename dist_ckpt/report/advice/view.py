@@ -95,6 +95,11 @@ class View:
         parts = (module or "").split(".")
         return next((b for n in range(len(parts), 0, -1) if (b := ".".join(parts[:n])) in self.blocks), None)
 
+    def of_blocks(self, profile: StepProfile, kind: Kind) -> int:
+        """Bytes of one kind in blocks at the peak: all but what is listed elsewhere, as small ones are not listed."""
+        listed = (h for h in profile.holdings if h.kind == kind and self.block_of(h.module) is None)
+        return profile.at_peak[kind] - sum(h.nbytes for h in listed)
+
     @cached_property
     def uneven_stages(self) -> tuple[RankMemory, RankMemory] | None:
         """The heaviest ranks of the heaviest stage and of the next one, where that is far below."""
