@@ -46,20 +46,23 @@ class Place:
 
 
 def out_of_memory_in(error: BaseException) -> BaseException | None:
-    """The failed allocation that an error is, or that it is the consequence of on this rank; ``None`` without one."""
+    """The failed allocation that an error is, or that it is the consequence of on this rank; ``None`` without one.
+
+    Of several the first that failed: dealing with one often needs memory too.
+    """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
+    found = None
     while pending:
         one = pending.pop()
         if one is None or id(one) in seen:
             continue
-        if _is_out_of_memory(one):
-            return one
+        found = one if _is_out_of_memory(one) else found
         seen.add(id(one))
         # torch.compile hides the error of the code that it traces.
         pending += [None if one.__suppress_context__ else one.__context__, one.__cause__]
         pending.append(getattr(one, "inner_exception", None))
-    return None
+    return found
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -198,8 +201,10 @@ def _collective(frame: FrameType) -> str | None:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file of code is an installed package's or Python's own, rather than the model's."""
-    return file.startswith(("<", *_LIBRARIES)) or "site-packages" in Path(file).parts
+    """Whether a file of code is an installed package's, Python's or what this package puts between modules, rather than
+    the model's or the loop's."""
+    between = any(f"/dist_ckpt/{part}/" in Path(file).as_posix() for part in ("compat", "guards", "wrap"))
+    return between or file.startswith(("<", *_LIBRARIES)) or "site-packages" in Path(file).parts
 
 
 _LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"])

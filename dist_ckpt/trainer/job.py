@@ -160,7 +160,7 @@ def train(job: Job, folder: RunFolder, limit: MemoryLimit) -> bool:
         write_start(config, folder, job.plan, costs)
     with open_records(config, folder, place, loop.step, console.say) as records:
         with limit:
-            done = loop.run(records.sinks)
+            done = loop.run(records.sinks, limit)
         _show_end(job, loop, console, costs)
         records.code = ExitCode.DONE if done else ExitCode.TERMINATED
     console.say(loop.summary())

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dist_ckpt.batch import IGNORE_INDEX, Batch
 from dist_ckpt.engines import Engine, StepResult
 from dist_ckpt.errors import StateError
 from dist_ckpt.memory.leaks import LeakWatch
+from dist_ckpt.memory.limits import MemoryLimit
 from dist_ckpt.memory.meter import gather_report
 from dist_ckpt.memory.records import MemoryReport
 from dist_ckpt.memory.step_profile import StepProfile
@@ -74,6 +76,7 @@ class Loop:
         """On rank 0: what the deep step has found, a profile a rank."""
         self._leaks = LeakWatch(engine.owners, engine.device)
         self._first_step = 0
+        self._limit: AbstractContextManager[object] = nullcontext()
         self._last: StepResult | None = None
         self._saved_at: int | None = None
         self._started_s = time.perf_counter()
@@ -108,16 +111,18 @@ class Loop:
                 "that of an uninterrupted run"
             )
 
-    def run(self, sinks: Sequence[Sink] = ()) -> bool:
+    def run(self, sinks: Sequence[Sink] = (), limit: MemoryLimit | None = None) -> bool:
         """Trains until the last step, or until a SIGTERM.
 
         Args:
             sinks: what takes the records; none on other ranks than 0.
+            limit: on this rank's memory, to be lifted as soon as an update fails.
 
         Returns:
             Whether all steps were done.
         """
         train = self.config.train
+        self._limit = limit or self._limit
         self._first_step = self.step
         self.console.start(self.step)
         try:
@@ -220,7 +225,7 @@ class Loop:
 
     def _deep_step(self, batches: Sequence[Batch]) -> StepResult:
         """An update of which every allocation is recorded; each rank's memory then says what its peak consists of."""
-        with self.engine.meter.profile() as deep:
+        with self.engine.meter.profile() as deep, self._limit:  # the profiler needs memory to stop
             result = self.engine.train_step(batches, measure=True)
         memory = self.engine.memory
         assert memory is not None

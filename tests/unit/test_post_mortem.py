@@ -222,6 +222,20 @@ def chained(cause: BaseException, hidden: bool = False) -> BaseException:
         return error
 
 
+def test_the_first_allocation_that_failed_counts() -> None:
+    """Whoever deals with it may need memory as well: a profiler that stops, say."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            model.get_parameter("norm.weight").register_hook(fail)
+            update(model, optimizer)
+        finally:
+            raise RuntimeError("std::bad_alloc")
+
+    found = examine(step)
+    assert (found.place.phase, found.requested_bytes) == ("backward", TOO_MUCH)
+
+
 def test_errors_about_memory() -> None:
     for error in (
         MemoryError(),
