@@ -13,6 +13,7 @@ from dist_ckpt.report.jsonl import read_json_lines
 from dist_ckpt.trainer import job as job_module
 from dist_ckpt.trainer.config import load_config
 from dist_ckpt.trainer.job import Job, train
+from dist_ckpt.trainer.memory_limit import limit_memory
 from dist_ckpt.trainer.process import Place
 from dist_ckpt.trainer.run_folder import RunFolder
 
@@ -50,7 +51,8 @@ def run_here(
     folder.path.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_module, "Termination", lambda: StopsAfter(rank, steps))
-        done = train(Job.build(config, place), folder)
+        job = Job.build(config, place)
+        done = train(job, folder, limit_memory(config, job.device))
     torch.distributed.barrier()
     return done, read_json_lines(folder.metrics)
 
