@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from dist_ckpt.report.jsonl import read_json_lines
 from dist_ckpt.report.wandb.log import logs, read_log
+from dist_ckpt.report.wandb.metrics import GIB
+
+_CATEGORIES = ("params", "grads", "optimizer", "activations", "other")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Recorded:
     """Type to the names of the files in it."""
     exit_code: int | None
     """None if nobody has told the end."""
+    commit: str
     folder: Path
 
     def media(self, key: str) -> Path:
@@ -42,6 +47,25 @@ def recorded(run: Path) -> list[Recorded]:
     (run_id,) = {name.rpartition("-")[2] for name in starts if name != "latest-run"}
     assert run_id == (run / "wandb" / "run_id").read_text().strip()
     return [_read(path) for path in logs(run, run_id)]
+
+
+def assert_as_in_the_folder(run: Path, starts: list[Recorded]) -> None:
+    """Every line and every rank of every report is in W&B, once, and nothing else is."""
+    rows = {step: row for start in starts for step, row in start.rows.items()}
+    assert sum(len(start.rows) for start in starts) == len(rows)
+    lines = read_json_lines(run / "metrics.jsonl")
+    assert list(rows) == [line["step"] for line in lines]
+    for line in lines:
+        row = rows[line["step"]]
+        assert row["loss_metrics/global_avg_loss"] == line["loss"]
+        assert row.get("validation_metrics/loss") == line.get("eval_loss")
+        assert [row[name] for name in ("grad_norm", "lr", "tokens")] == [line[n] for n in ("grad_norm", "lr", "tokens")]
+    reports = {report["step"]: report["ranks"] for report in read_json_lines(run / "memory.jsonl")}
+    assert {step for step, row in rows.items() if "memory/rank_0/params(GiB)" in row} == set(reports)
+    for step, ranks in reports.items():
+        for rank in ranks:
+            found = {name: rows[step].get(f"memory/rank_{rank['rank']}/{name}(GiB)") for name in _CATEGORIES}
+            assert found == {name: rank[name] / GIB for name in _CATEGORIES}
 
 
 def steps(starts: list[Recorded]) -> list[int]:
@@ -62,12 +86,13 @@ def _read(path: Path) -> Recorded:
     config: dict[str, Any] = {}
     files: list[str] = []
     artifacts: dict[str, tuple[str, ...]] = {}
-    run_id, project, code = "", "", None
+    run_id, project, commit, code = "", "", "", None
     for record in read_log(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run_id, project = record.run.run_id, record.run.project
             config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            commit = record.run.git.commit
         elif kind == "history":
             step = record.history.step.num
             assert step not in rows, "two rows of one step"
@@ -79,4 +104,4 @@ def _read(path: Path) -> Recorded:
             artifacts[record.artifact.type] = tuple(entry.path for entry in record.artifact.manifest.contents)
         elif kind == "exit":
             code = record.exit.exit_code
-    return Recorded(run_id, project, config, rows, tuple(files), artifacts, code, path.parent)
+    return Recorded(run_id, project, config, rows, tuple(files), artifacts, code, commit, path.parent)

@@ -10,31 +10,11 @@ from dist_ckpt.report.jsonl import read_json_lines
 from dist_ckpt.report.wandb.metrics import GIB
 from tests.distributed.runs import run_here
 from tests.ranks import RankGroups
-from tests.wandb_records import Recorded, recorded
+from tests.wandb_records import assert_as_in_the_folder, recorded
 
 pytest.importorskip("wandb")
 
 ARGUMENTS = ("train.steps=5", "train.eval_every=2", "report.every=2", "report.wandb=offline")
-CATEGORIES = ("params", "grads", "optimizer", "activations", "other")
-
-
-def assert_as_in_the_folder(run: Path, starts: list[Recorded]) -> None:
-    """Every line and every rank of every report is in W&B, once, and nothing else is."""
-    rows = {step: row for start in starts for step, row in start.rows.items()}
-    assert sum(len(start.rows) for start in starts) == len(rows)
-    lines = read_json_lines(run / "metrics.jsonl")
-    assert list(rows) == [line["step"] for line in lines]
-    for line in lines:
-        row = rows[line["step"]]
-        assert row["loss_metrics/global_avg_loss"] == line["loss"]
-        assert row.get("validation_metrics/loss") == line.get("eval_loss")
-        assert [row[name] for name in ("grad_norm", "lr", "tokens")] == [line[n] for n in ("grad_norm", "lr", "tokens")]
-    reports = {report["step"]: report["ranks"] for report in read_json_lines(run / "memory.jsonl")}
-    assert {step for step, row in rows.items() if "memory/rank_0/params(GiB)" in row} == set(reports)
-    for step, ranks in reports.items():
-        for rank in ranks:
-            found = {name: rows[step].get(f"memory/rank_{rank['rank']}/{name}(GiB)") for name in CATEGORIES}
-            assert found == {name: rank[name] / GIB for name in CATEGORIES}
 
 
 def test_a_run_on_two_ranks_is_one_run(ranks: RankGroups, tmp_path: Path) -> None:

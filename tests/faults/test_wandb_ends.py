@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_wandb_runs import assert_as_in_the_folder
 from tests.faults.launching import FAULTY, ROOT, TINY, Finished, alone, exit_record, faulty, torchrun
-from tests.wandb_records import recorded, without_account
+from tests.wandb_records import assert_as_in_the_folder, recorded, without_account
 
 pytest.importorskip("wandb")
 

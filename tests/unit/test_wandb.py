@@ -143,6 +143,26 @@ def test_what_an_earlier_start_did_not_tell_is_caught_up(tmp_path: Path, monkeyp
     assert said == []
 
 
+@pytest.mark.full
+def test_of_git_the_commit_alone_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_account(monkeypatch, tmp_path / "home")
+    monkeypatch.chdir(tmp_path)
+    token = "ghp_0123456789"
+    for command in (
+        "init -q", "-c user.name=a -c user.email=a@b commit -q --allow-empty -m first",
+        f"remote add origin https://{token}:x-oauth-basic@github.com/a/b",
+    ):  # fmt: skip
+        subprocess.run(["git", *command.split()], check=True)
+    to = open_sink(tmp_path / "run", [])
+    record(to, STEPS)
+    to.finish(0)
+    (start,) = recorded(tmp_path / "run")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert start.commit == commit
+    for path in (path for path in (tmp_path / "run").rglob("*") if path.is_file()):
+        assert token.encode() not in path.read_bytes(), path
+
+
 def test_a_missing_package_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wandb.py").write_text("raise ModuleNotFoundError(\"No module named 'wandb'\")")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -116,6 +116,7 @@ def _open_run(start: Mapping[str, Any], folder: Path, warn: Callable[[str], None
             label_disable=True,
             save_code=False,
             disable_code=True,
+            git_remote="",  # none: W&B notes its address, in which it leaves a token that stands where a name would
             program=start["argv"][0],
             init_timeout=_CONNECT_S,
             finish_timeout=_UPLOAD_S,
