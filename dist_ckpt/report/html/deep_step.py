@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from dist_ckpt.memory.step_profile import Phase, StepProfile
-from dist_ckpt.report.html.figures import CAPACITY_IN_SIGHT, STACKED, Figure, Scale, pattern
+from dist_ckpt.report.html.figures import CAPACITY_IN_SIGHT, STACKED, Figure, Scale, capacity_line, pattern
 from dist_ckpt.report.html.page import in_bytes
 
 CURVE_POINTS = 400
@@ -98,12 +98,10 @@ def timeline(profile: StepProfile, capacity: int | None = None) -> Figure:
         ],
     }  # fmt: skip
     if capacity is not None and capacity <= CAPACITY_IN_SIGHT * profile.peak_bytes:
-        place = scale(capacity)
-        line = {"color": "$bad", "width": 1.5, "dash": "dash"}
-        layout["shapes"].append(
-            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": place, "y1": place, "line": line}
-        )
-        layout["yaxis"]["range"] = [0, max(1.05 * place, layout["yaxis"]["range"][1])]
+        across = capacity_line(capacity, scale)
+        layout["shapes"] += across["shapes"]
+        layout["annotations"] += across["annotations"]
+        layout["yaxis"]["range"] = [0, max(1.08 * scale(capacity), layout["yaxis"]["range"][1])]
     return {"data": [everything, *areas, _phase_lane(profile.phases), *_work_lanes(profile)], "layout": layout}
 
 

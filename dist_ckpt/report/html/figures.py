@@ -54,7 +54,7 @@ def stacked_bars(
     totals = [sum(values) for values in zip(*stacks.values(), strict=True)]
     drawn_marks = marks or {}
     highest = max([*totals, *(value for values in drawn_marks.values() for value in values if value is not None)])
-    scale, few = Scale.of([highest]), len(labels) <= 24
+    scale, few = Scale.of([highest]), len(labels) <= 16
     data: list[dict[str, Any]] = [
         {
             "type": "bar",
@@ -90,7 +90,7 @@ def stacked_bars(
         "yaxis": {"title": {"text": scale.unit}, "rangemode": "tozero"},
     }
     if capacity is not None and capacity <= CAPACITY_IN_SIGHT * highest:
-        layout |= _line_across(scale(capacity), f"capacity {scale(capacity):,.1f} {scale.unit}")
+        layout |= capacity_line(capacity, scale)
         layout["yaxis"]["range"] = [0, scale(1.08 * max(highest, capacity))]
     return {"data": data, "layout": layout}
 
@@ -263,7 +263,9 @@ def _totals(labels: Sequence[str], totals: Sequence[int], scale: Scale) -> dict[
     }
 
 
-def _line_across(place: float, text: str) -> dict[str, Any]:
+def capacity_line(capacity: int, scale: Scale) -> dict[str, Any]:
+    """A line across a chart, and what it is, as parts of a layout."""
+    place, text = scale(capacity), f"capacity {scale(capacity):,.1f} {scale.unit}"
     line = {"color": "$bad", "width": 1.5, "dash": "dash"}
     return {
         "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": place, "y1": place, "line": line}],

@@ -27,8 +27,9 @@
     return resolve(layout);
   };
   const draw = (chart) => {
-    const figure = JSON.parse(chart.nextElementSibling.textContent), resolve = named();
-    Plotly.react(chart, resolve(figure.data), layoutOf(figure, resolve, chart.clientWidth < 480), { responsive: true, displaylogo: false, displayModeBar: false });
+    const figure = JSON.parse(chart.nextElementSibling.textContent), resolve = named(), narrow = chart.clientWidth < 480;
+    const data = figure.data.filter((trace) => !(narrow && trace.mode === "text" && trace.x.length > 6)); // they would overlap
+    Plotly.react(chart, resolve(data), layoutOf(figure, resolve, narrow), { responsive: true, displaylogo: false, displayModeBar: false });
   };
   const visible = () => [...document.querySelectorAll("[data-chart]")].filter((chart) => chart.offsetParent !== null);
   for (const select of document.querySelectorAll("select[data-panels]")) {
