@@ -270,6 +270,24 @@ def test_whole_model_states_on_every_rank_could_be_sharded() -> None:
     assert not any("engine=fsdp2 keeps" in text for text, _ in advised(steps[:1], run_of(engine_name="ddp")))
 
 
+def test_zero_shards_what_it_does_not_yet() -> None:
+    run = run_of(engine_name="deepspeed")
+    zero = [held("params", 30), held("grads", 30), held("optimizer", 60), held("activations", 40, "layers.0")]
+    text, gain = about(advised([profile_of(zero, rank=rank) for rank in range(2)], run), "zero_optimization.stage=3")
+    assert "all parameters, gradients and moments, 120.000 MiB" in text and gain == 60 * MIB
+    zero[2] = held("optimizer", 45)  # of stage 1 or 2 on two ranks: 12 bytes a parameter, halved
+    zero[0] = held("params", 40)
+    text, gain = about(advised([profile_of(zero, rank=rank) for rank in range(2)], run), "zero_optimization.stage=3")
+    assert "all parameters, 40.000 MiB" in text and gain == 20 * MIB
+    for other in (
+        [*zero, held("unsharded", 10, "layers.0")],
+        [held("params", 20), held("optimizer", 30), *zero[1:2], *zero[3:]],
+    ):
+        found = advised([profile_of(other, rank=rank) for rank in range(2)], run)
+        assert not any("zero_optimization" in text for text, _ in found)
+    assert not any("zero_opt" in text for text, _ in advised([profile_of(zero, phase="optimizer")] * 2, run))
+
+
 def test_memory_that_the_allocator_only_reserves_is_told() -> None:
     one = memory_of(profile_of(QUIET), reserved=130 * MIB, alloc_retries=2)
     (found,) = advice(MemoryReport(3, (one,)), (), run_of())

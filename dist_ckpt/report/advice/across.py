@@ -10,6 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from dist_ckpt.memory.records import RankMemory
+from dist_ckpt.memory.step_profile import Kind
 from dist_ckpt.report.advice.view import (
     LARGE,
     SHARE,
@@ -58,14 +59,35 @@ def _needless(view: View) -> Iterator[Advice]:
 
 
 def _replicated(view: View) -> Iterator[Advice]:
-    ranks = len(view.report.ranks)
-    states = sum(view.at_peak_of(view.rank)[kind] for kind in STATES)
-    if view.run.engine == "ddp" and ranks > 1 and states >= LARGE * view.peak:
-        yield Advice(
-            f"every rank holds all parameters, gradients and moments, {view.of_peak(states)}: engine=fsdp2 keeps "
-            f"1/{ranks} of them on each rank, and a block or two whole",
-            states * (ranks - 1) // ranks,
-        )
+    ranks, at_peak = len(view.report.ranks), view.at_peak_of(view.rank)
+    kinds = _whole_kinds(view)
+    nbytes = sum(at_peak[kind] for kind in kinds)
+    if not kinds or ranks == 1 or nbytes < LARGE * view.peak:
+        return
+    what = "parameters, gradients and moments" if len(kinds) > 1 else "parameters"
+    key = "engine=fsdp2" if view.run.engine == "ddp" else "zero_optimization.stage=3 in the file of engine.config"
+    yield Advice(
+        f"every rank holds all {what}, {view.of_peak(nbytes)}: {key} keeps 1/{ranks} of them on each rank, and a block "
+        "or two whole",
+        nbytes * (ranks - 1) // ranks,
+    )
+
+
+def _whole_kinds(view: View) -> tuple[Kind, ...]:
+    """The model states of which every rank holds all; of DeepSpeed as far as its memory shows the stage of ZeRO.
+
+    Stage 3 has unsharded copies in forward and backward. With stage 1 or 2 the optimizer has three fp32 values a
+    parameter, divided by the ranks; with stage 0 two (bf16: three), undivided.
+    """
+    if view.run.engine == "ddp":
+        return STATES
+    profile = view.profile
+    if view.run.engine != "deepspeed" or profile is None or profile.phase not in ("forward", "loss", "backward"):
+        return ()
+    if profile.at_peak["unsharded"]:
+        return ()
+    undivided = 6 if view.run.get("train.precision") == "bf16" else 2
+    return STATES if profile.at_peak["optimizer"] >= 0.9 * undivided * profile.at_peak["params"] else ("params",)
 
 
 def _fragmented(view: View) -> Iterator[Advice]:
