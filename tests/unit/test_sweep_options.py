@@ -117,6 +117,8 @@ def test_a_sweep_goes_on_only_where_its_figures_are_comparable(tmp_path: Path) -
 
     claim("sweep.k=[0,2]")
     claim("sweep.ckpt=[full]", "sweep.rounds=5", "sweep.budget_gib=1")
+    with claimed(read_sweep(["sweep.k=[0]", f"run_dir={tmp_path}/../{tmp_path.name}/sweep"])):
+        pass
     with pytest.raises(ConfigError, match=r"other runs \(nproc 1 → 2, train.micro_batch 4 → 8\)"):
         claim("sweep.k=[0,2]", "nproc=2", "train.micro_batch=8")
 

@@ -189,6 +189,14 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path, recorder: Recorder, monkey
     assert [(line.label, line.rounds) for line in second.lines()] == [
         ("none", 2), ("full", 2), ("first_n", 0), ("segments (k=3)", 2),
     ]  # fmt: skip
+    third = session(tmp_path, recorder, "sweep.k=[5,3]")
+    monkeypatch.setattr(session_module, "run", interrupted)
+    recorder.commands[:] = recorder.commands[:3]
+    with pytest.raises(KeyboardInterrupt):
+        third.run()
+    assert {line.label: line.rounds for line in third.lines()} == {
+        "none": 2, "full": 2, "first_n": 0, "segments (k=3)": 2,
+    }, "what was measured before is known before anything new is run"  # fmt: skip
 
 
 def test_the_largest_micro_batch_is_found_by_runs(tmp_path: Path, recorder: Recorder) -> None:
