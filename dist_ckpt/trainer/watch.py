@@ -60,10 +60,12 @@ def failures_watched(run_dir: Path, patience_s: float = PATIENCE_S, grace_s: flo
 
 
 def _terminated(run_dir: Path, number: int, frame: FrameType | None) -> None:
-    if (code := _failure(run_dir)) is not None:
+    code = _failure(run_dir)
+    if code is not None:
         leave(code)
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _failure(run_dir: Path) -> ExitCode | None:
