@@ -16,6 +16,7 @@ MODULE = "module:"
 """How the call of a module is marked in a trace, before the module's name."""
 ENGINE = "autograd::engine::evaluate_function: "
 """How autograd's engine marks what it does for one node (torch/csrc/autograd/engine.cpp)."""
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
 
 _KINDS_OF_OPS: tuple[tuple[str, Kind], ...] = (
     ("FSDP::all_gather_copy_out", "unsharded"),
@@ -50,6 +51,8 @@ class _Place:
     """In whose call."""
     node: int = -1
     """The innermost piece of work of autograd's engine."""
+    applies: bool = False
+    """Whether it is the node itself that works there, and not a hook of it."""
     redone: bool = False
     """Whether it is forward work inside of that."""
     kind: Kind | None = None
@@ -84,12 +87,9 @@ class Attribution:
         seen = {sighting.kind for sighting in one.seen}
         if {"params", "unsharded"} <= seen and _is_copy(one):
             return "unsharded"
-        for kind in _OWNED:
-            if kind in seen:
-                return kind
-        for kind in _USED:
-            if kind in seen:
-                return "temporary" if kind == "given" else kind
+        for what in (*_OWNED, *_USED):
+            if what in seen:
+                return "temporary" if what == "given" else what
         if one.start is None:
             return "unattributed"
         place = self._place(one.op)
@@ -107,6 +107,10 @@ class Attribution:
         """Whether it was made for a collective, or given to one."""
         made_for_one = self._place(one.op).kind == "communication"
         return made_for_one or any(map(one.is_alive, self._exchanges.get(one.address, ())))
+
+    def may_end_unseen(self, one: Allocation) -> bool:
+        """Whether something without an end may be gone nonetheless, freed by a collective's thread."""
+        return self.is_exchanged(one) and self.kind(one) in ("communication", "unattributed")
 
     def module(self, one: Allocation) -> str | None:
         """In whose call it was made; in backward, of the operation whose gradient is computed."""
@@ -175,14 +179,16 @@ def _places(ops: Sequence[Op]) -> list[_Place]:
     places: list[_Place] = []
     for position, op in enumerate(ops):
         around = places[op.parent] if op.parent >= 0 else _Place()
-        module, node, redone, kind = around.module, around.node, around.redone, around.kind
+        module, node, applies, redone, kind = around.module, around.node, around.applies, around.redone, around.kind
         if op.name.startswith(ENGINE):
-            module, node, redone, kind = None, position, False, None
+            module, node, applies, redone, kind = None, position, False, False, None
         elif op.name.startswith(MODULE):
             module, redone, kind = op.name.removeprefix(MODULE), node >= 0, None
-        elif node >= 0 and not redone and op.sequence is not None and op.parent != node:
-            # The node itself is the engine's child. Backward runs without gradients, and what is run with them there
-            # is a forward that runs again.
+        elif node >= 0 and op.parent == node and ops[node].name == ENGINE + op.name:
+            applies = op.name != _ACCUMULATES
+        elif applies and kind is None and op.sequence is not None:
+            # Backward runs without gradients, and what a node runs with them is a forward that runs again. Hooks, of
+            # sharding for example, do as they like: they are around a node, or within one that saves nothing.
             redone = True
         for begin, allocates in _KINDS_OF_OPS:
             if op.name.startswith(begin):
@@ -194,7 +200,7 @@ def _places(ops: Sequence[Op]) -> list[_Place]:
         source = around.source if says_nothing and around.source else op.name.removeprefix(ENGINE)
         if op.name.startswith(MODULE):
             source = ""
-        places.append(_Place(module, node, redone, kind, source))
+        places.append(_Place(module, node, applies, redone, kind, source))
     return places
 
 

@@ -20,6 +20,9 @@ buckets, unsharded copies, what a pipeline exchanges."""
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
+_FLAT = "_flat_param"
+"""What FSDP1 calls the parameter in which it has put those of a unit."""
+
 Owner = tuple[Category, str, Tensor]
 """(category, name as in the plain model, this rank's tensor)."""
 
@@ -46,9 +49,10 @@ def resident_of(model: nn.Module) -> Iterator[Owner]:
         if flat is not None:
             # Its parameters, met further down, are views: of this rank's shard at rest, of a copy within a step.
             views.update(id(parameter) for parameter in fsdp.fsdp1_managed(flat))
-            yield "params", unwrapped_name(prefix), fsdp.fsdp1_shard(flat)
+            name = unwrapped_name(f"{prefix}.{_FLAT}")
+            yield "params", name, fsdp.fsdp1_shard(flat)
             for copy in fsdp.fsdp1_copies(flat):
-                yield "other", f"{unwrapped_name(prefix)} (unsharded)", copy
+                yield "other", f"{name} (unsharded)", copy
         for name, shard in fsdp.fsdp2_shards(module):
             yield "params", unwrapped_name(name), shard
         for name, copy in fsdp.fsdp2_copies(module):
@@ -73,7 +77,7 @@ def _grads(model: nn.Module) -> Iterator[Owner]:
     for prefix, module in model.named_modules():
         flat = fsdp.fsdp1_flat_parameter(module)
         for grad in fsdp.fsdp1_shard_grads(flat) if flat is not None else ():
-            yield "grads", unwrapped_name(prefix), grad
+            yield "grads", unwrapped_name(f"{prefix}.{_FLAT}"), grad
         for name, grad in fsdp.fsdp2_unsharded_grads(module):
             yield "grads", unwrapped_name(name), local_tensor(grad)
     for name, parameter in named_parameters(model):

@@ -185,7 +185,9 @@ class Recording:
         turns = [] if self._after_forwards else [one.start for one in found if one.name == "backward"]
         attribution = Attribution(trace, turns)
         at_end = {sighting.address for sighting in self._seen if sighting.mark == last}
-        end_unreported(allocations, trace.ops, lambda one: attribution.is_exchanged(one) and one.address not in at_end)
+        end_unreported(
+            allocations, trace.ops, lambda one: one.address not in at_end and attribution.may_end_unseen(one)
+        )
         seconds = _Clock([(op.start, op.end) for op in marks.values()], start)
         timeline = Timeline.of([(one, attribution.kind(one)) for one in allocations], start, end)
         peak = timeline.peak(start, end + 1)
