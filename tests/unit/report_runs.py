@@ -132,7 +132,7 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ledger = [
         RankMemory(rank=n, device="cpu", step=12, params=40 * MIB, grads=40 * MIB, optimizer=80 * MIB, other=MIB,
-                   activations=(100 + n) * MIB)
+                   activations=(100 + n) * MIB, stage=profiles[n].stage if profiles else None)
         for n in range(len(profiles) or ranks)
     ]  # fmt: skip
     reports = [*([memory(profiles)] if profiles else []), MemoryReport(12, tuple(ledger))]

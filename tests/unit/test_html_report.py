@@ -209,6 +209,8 @@ def test_a_stage_shows_what_was_predicted_beside_what_was_seen(tmp_path: Path, w
     assert [row[saved] for row in rows] == [190 * MIB, 95 * MIB]
     assert found.tables["stages"][1][:5] == ["0", "0, 1", "10,000,000", "2", "1"]
     head, *rows = found.tables["activations that wait for backward"]
+    measured = [row[head.index("measured")] for row in found.exact["activations that wait for backward"][1:]]
+    assert measured == [101 * MIB, 103 * MIB], "of the stage's heaviest rank"
     assert rows[1][head.index("recomputed FLOPs")] == "+8.3%"
 
 
@@ -357,6 +359,9 @@ def test_the_end_of_a_run_is_told_before_it_is_recorded(tmp_path: Path, without_
     for code, said in ((None, "(no end recorded)"), (0, "on 2 ranks, done."), (3, "ended with exit code 3.")):
         write_report([run], tmp_path / "page.html", code)
         assert said in (tmp_path / "page.html").read_text()
+    (run / "exit.json").write_text('{"code": 2, "reason": "a typo"}')
+    write_report([run], tmp_path / "page.html", 1)
+    assert "ended with exit code 2: a typo." in (tmp_path / "page.html").read_text(), "another rank's, recorded first"
 
 
 def test_a_run_out_of_memory_says_where_what_filled_it_is_told(tmp_path: Path, without_plotly: None) -> None:
