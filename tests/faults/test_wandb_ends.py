@@ -57,13 +57,13 @@ def test_a_dead_server(tmp_path: Path, _home: Path) -> None:
 
 
 class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    """In place of W&B's: opens runs, or knows no key."""
+    """In place of W&B's: opens runs, and stops them as after a click on "Stop run"; or knows no key."""
 
     daemon_threads = True
 
-    def __init__(self, knows_keys: bool) -> None:
+    def __init__(self, knows_keys: bool = True, stops: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
-        self.knows_keys = knows_keys
+        self.knows_keys, self.stops = knows_keys, stops
         self.opened = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -76,6 +76,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
         asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if not self.server.knows_keys:
             self._answer({"errors": [{"message": "user is not logged in"}]}, 401)
+        elif self.path.endswith("/file_stream"):
+            self._answer({"stopped": self.server.stops})
         elif b"RunResumeStatus" in asked:
             self._answer({"data": {"model": {"bucket": None}}})
         elif b"UpsertBucket" in asked:
@@ -113,7 +115,7 @@ def test_a_wrong_key(tmp_path: Path, _home: Path) -> None:
 
 
 def test_an_outage_in_the_middle(tmp_path: Path, _home: Path) -> None:
-    server = Server(knows_keys=True)
+    server = Server()
 
     def end() -> None:
         server.opened.wait()
@@ -133,6 +135,16 @@ def test_an_outage_in_the_middle(tmp_path: Path, _home: Path) -> None:
     assert_as_in_the_folder(tmp_path / "run", [start])
     assert start.exit_code == 0
     assert_no_key(tmp_path / "run", _home)
+
+
+def test_a_run_that_is_stopped_on_its_page_saves_its_state(tmp_path: Path) -> None:
+    with Server(stops=True) as server:
+        environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+        finished = torchrun(*ONLINE, "train.steps=100000", cwd=tmp_path, environment=environment)
+        server.shutdown()
+    assert "stopped by SIGTERM after step" in finished.output
+    assert exit_record(tmp_path / "run")["code"] == 143
+    assert len(list((tmp_path / "run" / "states").iterdir())) == 1
 
 
 def test_nobody_is_asked_to_log_in(tmp_path: Path, _home: Path) -> None:
