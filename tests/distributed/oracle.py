@@ -35,8 +35,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-COMPILER = which("cc")
-"""Without a C compiler nothing can be counted."""
+COMPILER = which("cc") if sys.platform == "linux" else None
+"""Without a C compiler, and tables of symbols as Linux has them, nothing can be counted."""
 
 LASTING = ("params", "grads", "optimizer", "buffers", "unsharded", "communication")
 """The first of a storage's roles in this order is what it is for, all its life."""
@@ -146,6 +146,8 @@ class Oracle(TorchDispatchMode):
             block = self._block(tensor, str(func))
             if block is not None and func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
                 self._sums.append((block, [b for b in map(self._known_block, _plain(args)) if b is not None]))
+        if not self._phase:
+            return result
         if func.namespace == "c10d":
             self._mark(_plain((args, kwargs)), "communication")
         elif func.namespace == "fsdp":  # which copy into what is sent, and out of what has come
@@ -168,6 +170,7 @@ class Oracle(TorchDispatchMode):
             self._registries += [module._parameters] if module._parameters else []
         self._find_owners()
         self._mark(_plain(micro_batches), "input")
+        self._sample("the step's begin")
         self._fresh.clear()
         self._start = self._number
         self._first = self._counter.live() - self.base
@@ -202,7 +205,8 @@ class Oracle(TorchDispatchMode):
         # Autograd adds gradients up in place, but not while a mode looks on (input_buffer.cpp, accumulate).
         for total, parts in reversed(self._sums):
             for part in parts:
-                if part.history[-1][1] == 0 and part.history[-1][0] <= total.history[0][0] + 1:
+                ended = part.history[-1] if part.history and total.history else (0, -1)
+                if ended[1] == 0 and ended[0] <= total.history[0][0] + 1:
                     part.roles |= total.roles & {"communication"}
         moments = sorted(self._moments, key=lambda moment: -moment.peak)
         peak = moments[0].peak
@@ -268,7 +272,8 @@ class Oracle(TorchDispatchMode):
     def _compose(self, moment: _Moment) -> Composition:
         by_kind = dict.fromkeys(KINDS, 0)
         for block in self._blocks.values():
-            by_kind[self._kind(block)] += block.bytes_at(moment.number)
+            if block.history:  # it was there in the step
+                by_kind[self._kind(block)] += block.bytes_at(moment.number)
         within = moment.peak - sum(by_kind.values())
         assert within >= 0, f"{-within} bytes after {moment.maker} that the allocator does not hold"
         by_kind["temporary"] += within
