@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.faults.launching import ROOT, TINY, Finished, alone
+from tests.faults.launching import ROOT, TINY, Finished, run
 
 SWEEP = ROOT / "launch" / "sweep.py"
 OPTIONS = (*TINY, "data=synthetic", "train.steps=4", "sweep.rounds=1")
 
 
 def swept(*arguments: str, cwd: Path) -> Finished:
-    return alone(*OPTIONS, *arguments, cwd=cwd, script=SWEEP)
+    return run([sys.executable, str(SWEEP), *OPTIONS, *arguments], cwd, timeout_s=400)  # it is several runs
 
 
 def results(folder: Path) -> dict[str, dict[str, str]]:
@@ -65,13 +65,17 @@ def test_a_policy_that_runs_out_of_memory_is_a_result(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_an_interrupted_sweep_ends_its_ranks_and_goes_on(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """The second run is interrupted when its ranks are at work; the first is kept, in the file as well."""
-    options = (*OPTIONS, "train.steps=40", "nproc=2", "run_dir=mine")
-    first = alone(*options, "sweep.k=[0]", cwd=tmp_path, script=SWEEP)
+    options = ("train.steps=40", "nproc=2", "run_dir=mine")
+    first = swept(*options, "sweep.k=[0]", cwd=tmp_path)
     assert first.code == 0, first.output
     process = subprocess.Popen(
-        [sys.executable, str(SWEEP), *options, "sweep.k=[0,1]"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, str(SWEEP), *OPTIONS, *options, "sweep.k=[0,1]"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     console = tmp_path / "mine/runs/segments-k=1/round_1/console.log"
     deadline = time.monotonic() + 60
     while not (console.exists() and "plan: " in console.read_text()):
@@ -85,7 +89,7 @@ def test_an_interrupted_sweep_ends_its_ranks_and_goes_on(tmp_path: Path, number:
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert "interrupted; the same command with run_dir=mine goes on from here" in output
     assert list(results(tmp_path / "mine")) == ["none"] and "Traceback" not in output
-    again = alone(*options, "sweep.k=[0,1]", cwd=tmp_path, script=SWEEP)
+    again = swept(*options, "sweep.k=[0,1]", cwd=tmp_path)
     assert again.code == 0, again.output
     assert again.output.count("(from before)") == 1
     assert [row["status"] for row in results(tmp_path / "mine").values()] == ["done", "done"]
