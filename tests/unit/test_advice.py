@@ -122,7 +122,7 @@ def test_logits_that_are_few_or_not_at_the_peak_are_left_alone() -> None:
 def test_other_losses_and_loops_get_the_remedy_that_they_have() -> None:
     chunked = about(advised([profile_of(logits(40))], run_of(model_loss="chunked")), "logits")[0]
     assert "model.loss=chunked" not in chunked and "model.loss_chunk=64" in chunked
-    hf = about(advised([profile_of(logits(40))], run_of(model_kind="hf", model_vocab_size=None)), "logits")
+    hf = about(advised([profile_of(logits(40))], run_of(model_kind="hf", model_vocab_size=256)), "logits")
     assert "train.micro_batch=2" in hf[0] and hf[1] == 20 * MIB
     own = about(advised([profile_of(logits(40))]), "logits")[0]
     assert "linear_cross_entropy" in own and "model." not in own and "train." not in own

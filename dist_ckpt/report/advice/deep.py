@@ -36,7 +36,8 @@ def _logits(view: View) -> Iterator[Advice]:
     if profile is None:
         return
     losses = (h for h in profile.holdings if h.shape and "log_softmax" in h.source)
-    classes = run.get("model.vocab_size") or next((h.shape[-1] for h in losses if h.shape), None)
+    own = run.get("model.vocab_size") if run.get("model.kind") == "decoder" else None  # of others it is no option
+    classes = own or next((h.shape[-1] for h in losses if h.shape), None)
     held = [
         h
         for h in profile.holdings
