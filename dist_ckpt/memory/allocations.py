@@ -100,7 +100,10 @@ def follow(
 
 
 def end_unreported(
-    allocations: Iterable[Allocation], ops: Sequence[Op], may_be_unreported: Callable[[Allocation], bool]
+    allocations: Iterable[Allocation],
+    ops: Sequence[Op],
+    times: Mapping[int, int],
+    may_be_unreported: Callable[[Allocation], bool],
 ) -> None:
     """Ends what was freed without a report at its last use.
 
@@ -108,6 +111,7 @@ def end_unreported(
     it (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``runLoop``). Only the caller's thread is recorded then.
 
     Args:
+        times: of the marks.
         may_be_unreported: whether something that has no end can have been freed in another thread.
     """
     missing = [
@@ -118,15 +122,18 @@ def end_unreported(
     by_address: dict[int, list[Allocation]] = {}
     for one in missing:
         by_address.setdefault(one.address, []).append(one)
-    last_use = {id(one): ops[one.op].end if one.op >= 0 else one.start for one in missing}
+    last_use: dict[int, int] = {}
+    for one in missing:
+        assert one.start is not None
+        made = ops[one.op].end if one.op >= 0 else one.start
+        last_use[id(one)] = max([made, *(times[sighting.mark] + 1 for sighting in one.seen)])
     for op in ops:
         for given in op.inputs:
             for one in by_address.get(given.address, ()):
                 if one.is_alive(op.start):
-                    last_use[id(one)] = max(op.end, last_use[id(one)] or 0)
+                    last_use[id(one)] = max(op.end, last_use[id(one)])
     for one in missing:
         used = last_use[id(one)]
-        assert used is not None
         one.end = used if one.end is None else min(used, one.end)
 
 

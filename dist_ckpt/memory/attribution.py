@@ -110,7 +110,9 @@ class Attribution:
 
     def may_end_unseen(self, one: Allocation) -> bool:
         """Whether something without an end may be gone nonetheless, freed by a collective's thread."""
-        return self.is_exchanged(one) and self.kind(one) in ("communication", "unattributed")
+        place = self._place(one.op)
+        # DDP's buckets, which are given to collectives too, are made before any backward, and stay.
+        return place.kind == "communication" or (self.is_exchanged(one) and (place.node >= 0 or bool(one.seen)))
 
     def module(self, one: Allocation) -> str | None:
         """In whose call it was made; in backward, of the operation whose gradient is computed."""

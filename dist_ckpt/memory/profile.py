@@ -184,9 +184,12 @@ class Recording:
         )
         turns = [] if self._after_forwards else [one.start for one in found if one.name == "backward"]
         attribution = Attribution(trace, turns)
-        at_end = {sighting.address for sighting in self._seen if sighting.mark == last}
+        still_there = {sighting.address for sighting in self._seen if sighting.mark in (self._boundary, last)}
         end_unreported(
-            allocations, trace.ops, lambda one: one.address not in at_end and attribution.may_end_unseen(one)
+            allocations,
+            trace.ops,
+            times,
+            lambda one: one.address not in still_there and attribution.may_end_unseen(one),
         )
         seconds = _Clock([(op.start, op.end) for op in marks.values()], start)
         timeline = Timeline.of([(one, attribution.kind(one)) for one in allocations], start, end)
