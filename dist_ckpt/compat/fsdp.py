@@ -48,12 +48,15 @@ def fsdp1_copies(flat: nn.Parameter) -> Iterator[Tensor]:
             yield copy
 
 
-def fsdp2_shards(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What this rank keeps of the parameters of a module that FSDP2 shards, with their names, whole ones or not."""
+def fsdp2_shards(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Of a module that FSDP2 shards each parameter's name, the sharded parameter, and what this rank keeps of it.
+
+    Whatever its modules have now: while it is whole, they have the copy.
+    """
     if isinstance(module, FSDPModule):
         for group in module._get_fsdp_state()._fsdp_param_groups:
             for param in group.fsdp_params:
-                yield param._param_fqn or "", param._sharded_param_data
+                yield param._param_fqn or "", param.sharded_param, param._sharded_param_data
 
 
 def fsdp2_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -53,7 +53,7 @@ def resident_of(model: nn.Module) -> Iterator[Owner]:
             yield "params", name, fsdp.fsdp1_shard(flat)
             for copy in fsdp.fsdp1_copies(flat):
                 yield "other", f"{name} (unsharded)", copy
-        for name, shard in fsdp.fsdp2_shards(module):
+        for name, _, shard in fsdp.fsdp2_shards(module):
             yield "params", unwrapped_name(name), shard
         for name, copy in fsdp.fsdp2_copies(module):
             views.add(id(copy))  # while it is whole, it takes the place of the shard in its module
@@ -80,6 +80,9 @@ def _grads(model: nn.Module) -> Iterator[Owner]:
             yield "grads", unwrapped_name(f"{prefix}.{_FLAT}"), grad
         for name, grad in fsdp.fsdp2_unsharded_grads(module):
             yield "grads", unwrapped_name(name), local_tensor(grad)
+        for name, parameter, _ in fsdp.fsdp2_shards(module):
+            if parameter.grad is not None:
+                yield "grads", unwrapped_name(name), local_tensor(parameter.grad)
     for name, parameter in named_parameters(model):
         if parameter.grad is not None:
             yield "grads", name, local_tensor(parameter.grad)
@@ -106,6 +109,8 @@ def _of_deepspeed(engine: nn.Module) -> Iterator[Owner]:
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
     names = {id(parameter): name for name, parameter in named_parameters(model)}
+    for module in model.modules():
+        names |= {id(parameter): unwrapped_name(name) for name, parameter, _ in fsdp.fsdp2_shards(module)}
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
         name = names.get(id(parameter), "a parameter outside the model")
         for leaf in tree_leaves(state):

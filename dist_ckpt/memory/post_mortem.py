@@ -286,9 +286,8 @@ class _Examination:
     def _owner_of(self, name: str) -> str | None:
         """The module that has a parameter or buffer, or is FSDP1's unit; none for what an optimizer calls its own."""
         name = name.removesuffix(" (unsharded)")
-        if name in self._modules:
-            return name
-        return name.rpartition(".")[0] if name in self._tensors_of_modules else None
+        parent = name.rpartition(".")[0]
+        return parent if name in self._tensors_of_modules or (parent and parent in self._modules) else None
 
     def _graph_names(self, roots: Iterable[Tensor]) -> GraphNames:
         lists = (nn.ModuleList, nn.ModuleDict)

@@ -102,14 +102,12 @@ def in_recompute(step: int) -> None:
 
 
 def in_optimizer(step: int) -> None:
-    """When the torch optimizer, inside whatever shards it, begins its update, and wants memory for a copy."""
+    """When the torch optimizer, inside whatever shards it, begins its update, and wants memory for a flat copy."""
     due = Countdown(step)
 
     def begin(optimizer: Optimizer, *args: Any) -> None:
         due()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.detach().clone()
+        torch.empty(sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"]))
 
     register_optimizer_step_pre_hook(begin)
 
