@@ -53,10 +53,11 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
     curve.legend()
     trades = [Trade(f"k = {one['k']}", 1000 * float(one["step_s"]), int(one["peak_bytes"])) for one in rows]
     front = [trades[n] for n in pareto_front(trades)]
-    trade.plot([one.step_s for one in front], [one.peak_bytes / MIB for one in front], ":", label="beaten by none")
+    trade.plot([one.step_s for one in front], [one.peak_bytes / MIB for one in front], ":", label="beaten by no other")
     trade.plot([one.step_s for one in trades], [one.peak_bytes / MIB for one in trades], "o")
     for one in trades:
         trade.annotate(one.label, (one.step_s, one.peak_bytes / MIB), xytext=(4, 5), textcoords="offset points")
+    trade.margins(x=0.15, y=0.1)
     trade.set(title="memory against time", xlabel="step, ms", ylabel="peak MiB", ylim=(0, None))
     trade.legend()
     figure.savefig(path, metadata={"Date": None})

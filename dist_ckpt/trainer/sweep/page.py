@@ -67,7 +67,7 @@ def _trade(results: Sequence[Line]) -> Chart | None:
         title="Memory against time",
         summary=f"Peak of the heaviest rank against step time of {len(trades)} policies",
         figure=pareto(trades),
-        table=Table("peak against step time", ("policy", "peak", "step ms", "beaten by none"), rows),
+        table=Table("peak against step time", ("policy", "peak", "step ms", "beaten by no other"), rows),
         note=f"Without a point: {', '.join(left_out)}." if left_out else "",
     )
 
