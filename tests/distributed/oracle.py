@@ -17,6 +17,7 @@ import gc
 import subprocess
 import sys
 import tempfile
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from shutil import which
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -133,6 +134,8 @@ class Oracle(TorchDispatchMode):
         self._number = self._start = self._first = self._known = self._unknown = 0
         self._moments: list[_Moment] = []
         self._registries: list[dict[str, Any]] = []
+        self._met: dict[int, weakref.ref[nn.Parameter]] = {}
+        """All that has stood in a registry in the step."""
         self._phase = ""
         self._task = -1
         self._ended: dict[str, int] = {}
@@ -154,6 +157,7 @@ class Oracle(TorchDispatchMode):
             self._mark(_plain((result, (kwargs or {}).get("out"))), "communication")
         for registry in self._registries:
             self._mark(_plain(list(registry.values())), "unsharded")
+            self._met |= {id(p): weakref.ref(p) for p in registry.values() if isinstance(p, nn.Parameter)}
         self._look_on_at_the_end_of_backward()
         self._sample(str(func))
         return result
@@ -249,6 +253,8 @@ class Oracle(TorchDispatchMode):
     def _find_owners(self) -> None:
         for role, tensor in _owned(self._engine):
             self._mark(_plain(tensor), role)
+        for parameter in (reference() for reference in self._met.values()):  # unsharded ones accumulate too
+            self._mark(_plain(parameter.grad if parameter is not None else None), "grads")
 
     def _next(self, ended: str, begins: str) -> None:
         self._ended[ended] += 1
