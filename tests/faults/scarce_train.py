@@ -102,13 +102,22 @@ def in_recompute(step: int) -> None:
 
 
 def in_optimizer(step: int) -> None:
-    """When the torch optimizer, inside whatever shards it, begins its update, and wants memory for a flat copy."""
-    due = Countdown(step)
+    """When the torch optimizer, inside whatever shards it, begins an update, and wants memory for a flat copy.
+
+    DeepSpeed steps it before training too, to have its states.
+    """
+    forwards = 0
+
+    def count(due: Countdown, result: Tensor) -> None:
+        nonlocal forwards
+        forwards += 1
 
     def begin(optimizer: Optimizer, *args: Any) -> None:
-        due()
-        torch.empty(sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"]))
+        if forwards >= step:
+            use_up()
+            torch.empty(sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"]))
 
+    _around_blocks(0, count)
     register_optimizer_step_pre_hook(begin)
 
 
