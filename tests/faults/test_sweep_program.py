@@ -53,8 +53,9 @@ def test_every_engine_is_compared(tmp_path: Path, engine: str) -> None:
 
 @pytest.mark.full
 def test_a_policy_that_runs_out_of_memory_is_a_result(tmp_path: Path) -> None:
-    big = ("train.micro_batch=64", "train.seq_len=256", "model.attention=eager", "train.memory_limit_gib=1.2")
-    finished = swept("sweep.ckpt=[none,full]", *big, "run_dir=mine", cwd=tmp_path)
+    big = ("model.n_layers=12", "train.micro_batch=64", "train.seq_len=256", "model.attention=eager")
+    limit = "train.memory_limit_gib=1.2"
+    finished = swept("sweep.ckpt=[none,full]", *big, limit, "run_dir=mine", cwd=tmp_path)
     assert finished.code == 0, finished.output
     none, full = results(tmp_path / "mine").values()
     assert (none["status"], full["status"]) == ("out of memory", "done"), finished.output

@@ -47,7 +47,7 @@ def remarks(lines: Sequence[Line]) -> tuple[str, ...]:
     said = [f"{line.label}: {line.status}: {line.reason}" for line in lines if line.status is not Status.done]
     done = [line for line in lines if line.rounds]
     if done and all(line.slowdown is None for line in done):
-        said.append("without none (sweep.ckpt=[none,…] or sweep.k=[0,…]) there is nothing to compare with")
+        said.append("without a run of none (sweep.ckpt=[none,…], sweep.k=[0,…]) there is nothing to compare with")
     if unknown := [line.label for line in done if line.peak_bytes is None]:
         said.append(f"no peak was recorded for {', '.join(unknown)}")
     return tuple(said)
