@@ -28,11 +28,10 @@ from dist_ckpt.trainer.checks import check_batch, check_model_sizes
 from dist_ckpt.trainer.config import Config, DeviceType
 from dist_ckpt.trainer.data import RowDataset, build_data
 from dist_ckpt.trainer.deepspeed import asked_policy, deepspeed_config
-from dist_ckpt.trainer.exits import ExitCode
 from dist_ckpt.trainer.loop import Loop, differences
 from dist_ckpt.trainer.models.source import ModelSource, model_source
 from dist_ckpt.trainer.process import Place, Termination
-from dist_ckpt.trainer.reporting import facts_of, open_records, wants_prediction, write_start
+from dist_ckpt.trainer.reporting import Records, facts_of, wants_prediction, write_start
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -125,11 +124,12 @@ class Job:
         return f"of each stage\n{stage_table(costs)}" if self.plan.stages else str(costs[0].micro_batch)
 
 
-def train(job: Job, folder: RunFolder, limit: MemoryLimit) -> bool:
+def train(job: Job, folder: RunFolder, limit: MemoryLimit, records: Records) -> bool:
     """Trains as the configuration says; needs the process group.
 
     Args:
         limit: on this rank's memory, lifted before anything deals with an error.
+        records: of the run, to be opened here and finished by the caller.
 
     Returns:
         Whether all steps were done; False after a SIGTERM.
@@ -158,11 +158,10 @@ def train(job: Job, folder: RunFolder, limit: MemoryLimit) -> bool:
     loop.resume(restarted=place.restarts > 0)
     if place.rank == 0:  # only now: a state that is refused leaves the folder's earlier run as it was
         write_start(config, folder, job.plan, costs)
-    with open_records(config, folder, place, loop.step, console.say) as records:
-        with limit:
-            done = loop.run(records.sinks, limit)
-        _show_end(job, loop, console, costs)
-        records.code = ExitCode.DONE if done else ExitCode.TERMINATED
+    records.open(config, folder, place, loop.step, console.say)
+    with limit:
+        done = loop.run(records.sinks, limit)
+    _show_end(job, loop, console, costs)
     console.say(loop.summary())
     return done
 

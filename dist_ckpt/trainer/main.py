@@ -24,6 +24,7 @@ from dist_ckpt.trainer.watch import failures_watched
 if TYPE_CHECKING:
     from dist_ckpt.memory.limits import MemoryLimit
     from dist_ckpt.trainer.job import Job
+    from dist_ckpt.trainer.reporting import Records
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -66,12 +67,22 @@ def _stop_if_final(config: Config) -> None:
 
 
 def _run(job: Job, folder: RunFolder | None, limit: MemoryLimit) -> ExitCode:
-    """The run itself. Whatever ends it is recorded, and printed by the rank on which it happened.
+    """The run itself, and what is left to write when it has ended, however it has.
 
     Args:
         folder: on rank 0, which sends it to the others.
         limit: on this rank's memory.
     """
+    from dist_ckpt.trainer.reporting import Records
+
+    records = Records()
+    code = _train(job, folder, limit, records)
+    records.finish(code)
+    return code
+
+
+def _train(job: Job, folder: RunFolder | None, limit: MemoryLimit, records: Records) -> ExitCode:
+    """Trains. Whatever ends the run is recorded, and printed by the rank on which it happened."""
     from dist_ckpt.trainer.job import agree_on_folder, end_process_group, train
     from dist_ckpt.trainer.post_mortem import explain
 
@@ -83,7 +94,7 @@ def _run(job: Job, folder: RunFolder | None, limit: MemoryLimit) -> ExitCode:
                 folder = agree_on_folder(folder)
                 log_to(folder.log(place.rank))
                 stack.enter_context(failures_watched(folder.path))
-                done = train(job, folder, limit)
+                done = train(job, folder, limit, records)
                 end_process_group()
         except BaseException as error:  # whatever it is: every rank's process ends here
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when a rank that has less to write has gone

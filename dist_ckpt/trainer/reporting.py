@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dist_ckpt.report.advice import RunFacts
@@ -14,7 +13,7 @@ from dist_ckpt.report.jsonl import RunFiles
 from dist_ckpt.report.sinks import Sink
 from dist_ckpt.report.wandb import WandbSink
 from dist_ckpt.trainer.config import Config, Wandb, config_yaml
-from dist_ckpt.trainer.exits import ExitCode, code_of, recorded_exit, root_mistake
+from dist_ckpt.trainer.exits import ExitCode
 from dist_ckpt.trainer.overrides import parse_yaml
 from dist_ckpt.trainer.process import Place
 from dist_ckpt.trainer.run_folder import RunFolder
@@ -27,34 +26,27 @@ _log = logging.getLogger(__name__)
 
 
 class Records:
-    """The sinks of a run, and how it ended."""
+    """Where the records of a run go; nowhere on other ranks than 0."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self.sinks = sinks
-        self.code = ExitCode.FAULT
-        """What the sinks are told at the end."""
+    def __init__(self) -> None:
+        self.sinks: Sequence[Sink] = ()
 
+    def open(
+        self, config: Config, folder: RunFolder, place: Place, after_step: int, say: Callable[[str], None]
+    ) -> None:
+        """Opens every sink that the run asks for.
 
-@contextmanager
-def open_records(
-    config: Config, folder: RunFolder, place: Place, after_step: int, say: Callable[[str], None]
-) -> Iterator[Records]:
-    """Every sink of the run; no sinks on other ranks than 0.
+        Args:
+            after_step: on resuming, the last step that counts.
+            say: shows a line to the user.
+        """
+        if place.rank == 0:
+            self.sinks = _sinks(config, folder, place, after_step, say)
 
-    Args:
-        after_step: on resuming, the last step that counts.
-        say: shows a line to the user.
-    """
-    records = Records(_sinks(config, folder, place, after_step, say) if place.rank == 0 else ())
-    try:
-        yield records
-    except BaseException as error:
-        first = recorded_exit(folder.path)  # of another rank, whose end may be the reason for this one
-        records.code = code_of(root_mistake(error)) if first is None else first[0]
-        raise
-    finally:
-        for sink in records.sinks:
-            sink.finish(records.code)
+    def finish(self, code: ExitCode) -> None:
+        """Tells every sink how the run has ended, once that is recorded and all files are there."""
+        for sink in self.sinks:
+            sink.finish(code)
 
 
 def _sinks(
