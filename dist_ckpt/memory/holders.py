@@ -126,11 +126,11 @@ def _ours() -> Iterator[int]:
 
 def _frames(own: bool = False) -> Iterator[FrameType]:
     """All running functions, but for those of this package's measurement; or only those."""
-    here = os.path.dirname(__file__)
+    measuring = f"{__package__}."
     for frame in list(sys._current_frames().values()):
         now: FrameType | None = frame
         while now is not None:
-            if (os.path.dirname(now.f_code.co_filename) == here) == own:
+            if now.f_globals.get("__name__", "").startswith(measuring) == own:
                 yield now
             now = now.f_back
 

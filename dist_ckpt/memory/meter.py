@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from dist_ckpt.errors import MeasureError
 from dist_ckpt.memory.activations import SavedBytes, saved_bytes
 from dist_ckpt.memory.ledger import Owner, ledger, owners_of, resident_of
-from dist_ckpt.memory.profile import DeepStep, Recording
+from dist_ckpt.memory.profile.recording import DeepStep, Recording
 from dist_ckpt.memory.records import MemoryReport, RankMemory
 
 

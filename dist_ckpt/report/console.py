@@ -9,8 +9,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dist_ckpt.memory.profile.step_profile import KINDS
 from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format_bytes
-from dist_ckpt.memory.step_profile import KINDS
 from dist_ckpt.report.advice import Advice
 from dist_ckpt.report.advice.view import ranks_named
 

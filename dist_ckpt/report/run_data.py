@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import yaml  # type: ignore[import-untyped]
 
 from dist_ckpt.errors import PlanError, ReportError
+from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import MemoryReport, RankMemory
-from dist_ckpt.memory.step_profile import StepProfile
 from dist_ckpt.plan import Plan
 from dist_ckpt.policy import described
 from dist_ckpt.report.jsonl import read_json_lines

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import MemoryReport
-from dist_ckpt.memory.step_profile import StepProfile
 
 
 class Sink(Protocol):

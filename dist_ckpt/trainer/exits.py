@@ -46,7 +46,7 @@ def root_mistake(error: BaseException) -> BaseException:
 
 def code_of(error: BaseException) -> ExitCode:
     """The exit code that an exception means."""
-    from dist_ckpt.memory.failure import out_of_memory_in  # imports torch
+    from dist_ckpt.memory.out_of_memory.failure import out_of_memory_in  # imports torch
 
     if isinstance(error, StateWriteError):
         return ExitCode.FAULT

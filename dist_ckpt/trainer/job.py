@@ -35,7 +35,7 @@ from dist_ckpt.trainer.reporting import Records, facts_of, wants_prediction, wri
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from dist_ckpt.memory.limits import MemoryLimit
+    from dist_ckpt.memory.out_of_memory.limits import MemoryLimit
     from dist_ckpt.trainer.data.corpus import Files
 
 

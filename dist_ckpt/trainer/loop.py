@@ -17,10 +17,10 @@ from dist_ckpt.batch import IGNORE_INDEX, Batch
 from dist_ckpt.engines import Engine, StepResult
 from dist_ckpt.errors import StateError
 from dist_ckpt.memory.leaks import LeakWatch
-from dist_ckpt.memory.limits import MemoryLimit
 from dist_ckpt.memory.meter import gather_report
+from dist_ckpt.memory.out_of_memory.limits import MemoryLimit
+from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import MemoryReport
-from dist_ckpt.memory.step_profile import StepProfile
 from dist_ckpt.report.console import Console
 from dist_ckpt.report.sinks import Sink
 from dist_ckpt.trainer.config import Config

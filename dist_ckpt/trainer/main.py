@@ -22,7 +22,7 @@ from dist_ckpt.trainer.run_folder import RunFolder, check_run_folder, claim_run_
 from dist_ckpt.trainer.watch import failures_watched
 
 if TYPE_CHECKING:
-    from dist_ckpt.memory.limits import MemoryLimit
+    from dist_ckpt.memory.out_of_memory.limits import MemoryLimit
     from dist_ckpt.trainer.job import Job
     from dist_ckpt.trainer.reporting import Records
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import ConfigError
-from dist_ckpt.memory.limits import MemoryLimit, capacity_bytes, held_bytes
+from dist_ckpt.memory.out_of_memory.limits import MemoryLimit, capacity_bytes, held_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.errors import DistCkptError
-from dist_ckpt.memory.failure import out_of_memory_in
 from dist_ckpt.memory.ledger import owners_of
-from dist_ckpt.memory.post_mortem import PostMortem, post_mortem
+from dist_ckpt.memory.out_of_memory.failure import out_of_memory_in
+from dist_ckpt.memory.out_of_memory.post_mortem import PostMortem, post_mortem
 from dist_ckpt.planning import make_plan
 from dist_ckpt.policy import policy_from
 from dist_ckpt.report.jsonl import read_json_lines
@@ -28,7 +28,7 @@ from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from dist_ckpt.cost import StageCost
-    from dist_ckpt.memory.limits import MemoryLimit
+    from dist_ckpt.memory.out_of_memory.limits import MemoryLimit
 
 _log = logging.getLogger(__name__)
 

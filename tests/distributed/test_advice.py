@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dist_ckpt.memory.meter import gather_report
+from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import MemoryReport
-from dist_ckpt.memory.step_profile import StepProfile
 from dist_ckpt.planning import make_plan
 from dist_ckpt.report.advice import RunFacts, advice
 from dist_ckpt.trainer.models.config import ModelConfig

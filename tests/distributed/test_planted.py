@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dist_ckpt.memory.meter import MemoryMeter, gather_report
+from dist_ckpt.memory.profile.step_profile import Holding, Kind, StepProfile
 from dist_ckpt.memory.records import MemoryReport, RankMemory
-from dist_ckpt.memory.step_profile import Holding, Kind, StepProfile
 from dist_ckpt.planning import make_plan
 from dist_ckpt.report.advice import Advice, RunFacts, advice
 from dist_ckpt.trainer.models.config import ModelConfig

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
 from dist_ckpt.memory.records import RankMemory
-from dist_ckpt.memory.step_profile import KINDS, StepProfile
 from tests.distributed.oracle import COMPILER, Account, Composition, Oracle, counter
 from tests.distributed.training import SMALL, Job, build_engine, rows_of
 from tests.ranks import RankGroups

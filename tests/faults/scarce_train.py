@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dist_ckpt.memory.limits import held_bytes
+from dist_ckpt.memory.out_of_memory.limits import held_bytes
 from dist_ckpt.trainer.main import main
 from dist_ckpt.trainer.models.llama import Transformer, TransformerBlock
 

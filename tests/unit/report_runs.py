@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from dist_ckpt.memory.profile.step_profile import KINDS, Holding, Kind, Phase, Span, StepProfile
 from dist_ckpt.memory.records import MemoryReport, RankMemory
-from dist_ckpt.memory.step_profile import KINDS, Holding, Kind, Phase, Span, StepProfile
 from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
 
 MIB = 2**20

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from dist_ckpt.memory.profile.step_profile import KINDS, Holding, Kind, Phase, Span, StepProfile
 from dist_ckpt.memory.records import MemoryReport, RankMemory
-from dist_ckpt.memory.step_profile import KINDS, Holding, Kind, Phase, Span, StepProfile
 from dist_ckpt.plan import Plan, Region
 from dist_ckpt.report.advice import RunFacts, advice
 

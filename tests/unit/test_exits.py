@@ -14,7 +14,7 @@ from torch import nn
 
 from dist_ckpt.engines.base import NonFiniteError
 from dist_ckpt.errors import ConfigError, DataError, PlanError, StateError, StateWriteError
-from dist_ckpt.memory.limits import MemoryLimit
+from dist_ckpt.memory.out_of_memory.limits import MemoryLimit
 from dist_ckpt.planning import apply
 from dist_ckpt.trainer import job, main
 from dist_ckpt.trainer.exits import ExitCode, code_of, forget_exit, record_exit, recorded_exit, root_mistake

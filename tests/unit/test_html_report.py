@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("plotly")
 
 from dist_ckpt.errors import ReportError
-from dist_ckpt.memory.step_profile import KINDS, StepProfile
+from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
 from dist_ckpt.plan import Plan, Region, SaveRule
 from dist_ckpt.report.html import deep_step, figures, page
 from dist_ckpt.report.html.charts import shown_profiles, thinned

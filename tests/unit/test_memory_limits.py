@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_ckpt.errors import ConfigError
-from dist_ckpt.memory.limits import MemoryLimit, _control_groups, capacity_bytes, held_bytes
+from dist_ckpt.memory.out_of_memory.limits import MemoryLimit, _control_groups, capacity_bytes, held_bytes
 from dist_ckpt.trainer.config import Config, TrainConfig
 from dist_ckpt.trainer.memory_limit import limit_memory
 

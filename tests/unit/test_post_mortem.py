@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dist_ckpt.memory.activations import saved_bytes
-from dist_ckpt.memory.failure import out_of_memory_in, requested_bytes
-from dist_ckpt.memory.graph_names import GraphNames, modules_of_parameters
 from dist_ckpt.memory.ledger import owners_of
-from dist_ckpt.memory.post_mortem import PostMortem, post_mortem
+from dist_ckpt.memory.out_of_memory.failure import out_of_memory_in, requested_bytes
+from dist_ckpt.memory.out_of_memory.graph_names import GraphNames, modules_of_parameters
+from dist_ckpt.memory.out_of_memory.post_mortem import PostMortem, post_mortem
 from dist_ckpt.planning import apply
 from dist_ckpt.report.html.out_of_memory import out_of_memory_page
 from dist_ckpt.trainer.models.config import ModelConfig

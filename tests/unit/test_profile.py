@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_ckpt import MemoryMeter, apply
 from dist_ckpt.errors import MeasureError
-from dist_ckpt.memory.step_profile import KINDS, StepProfile
+from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
 from tests.unit.toys import Stack
 
 ROWS, SEQ = 16, 8

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 from dist_ckpt.compat.profiler import Change, Op, TensorInput, Trace
-from dist_ckpt.memory.allocations import Allocation, Sighting, end_unreported, follow
-from dist_ckpt.memory.attribution import ENGINE, Attribution
-from dist_ckpt.memory.phases import stretches
-from dist_ckpt.memory.step_profile import KINDS, Holding, merge_holdings
-from dist_ckpt.memory.timeline import Timeline
+from dist_ckpt.memory.profile.allocations import Allocation, Sighting, end_unreported, follow
+from dist_ckpt.memory.profile.attribution import ENGINE, Attribution
+from dist_ckpt.memory.profile.phases import stretches
+from dist_ckpt.memory.profile.step_profile import KINDS, Holding, merge_holdings
+from dist_ckpt.memory.profile.timeline import Timeline
 
 
 def sighting(mark: int, address: int, nbytes: int, kind: str = "grads") -> Sighting:

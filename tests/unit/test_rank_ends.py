@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt.memory.limits import MemoryLimit
+from dist_ckpt.memory.out_of_memory.limits import MemoryLimit
 from dist_ckpt.trainer import post_mortem, watch
 from dist_ckpt.trainer.config import load_config
 from dist_ckpt.trainer.exits import ExitCode, record_exit

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
+from dist_ckpt.memory.profile.step_profile import KINDS
 from dist_ckpt.memory.records import MemoryReport, RankMemory
-from dist_ckpt.memory.step_profile import KINDS
 from dist_ckpt.report.advice import Advice
 from dist_ckpt.report.console import Console
 from dist_ckpt.report.jsonl import JsonLines, read_json_lines

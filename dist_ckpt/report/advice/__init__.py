@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import MemoryReport
-from dist_ckpt.memory.step_profile import StepProfile
 from dist_ckpt.report.advice import across, deep
 from dist_ckpt.report.advice.facts import RunFacts
 from dist_ckpt.report.advice.view import Advice, View

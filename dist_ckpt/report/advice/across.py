@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
+from dist_ckpt.memory.profile.step_profile import Kind
 from dist_ckpt.memory.records import RankMemory
-from dist_ckpt.memory.step_profile import Kind
 from dist_ckpt.report.advice.view import (
     LARGE,
     SHARE,

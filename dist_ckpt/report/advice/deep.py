@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dist_ckpt.memory.step_profile import KINDS, Kind, Phase, StepProfile
+from dist_ckpt.memory.profile.step_profile import KINDS, Kind, Phase, StepProfile
 from dist_ckpt.report.advice.view import LARGE, STRONGER, Advice, View, by_source, size
 
 FEW_ACTIVATIONS = 0.10

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dist_ckpt.memory.profile.step_profile import KINDS, Holding, Kind, StepProfile
 from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format_bytes
-from dist_ckpt.memory.step_profile import KINDS, Holding, Kind, StepProfile
 from dist_ckpt.plan import fold_names
 from dist_ckpt.report.advice.facts import RunFacts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dist_ckpt.errors import counted
+from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
 from dist_ckpt.memory.records import MemoryReport, RankMemory
-from dist_ckpt.memory.step_profile import KINDS, StepProfile
 from dist_ckpt.report.html import deep_step, figures
 from dist_ckpt.report.html.page import Bytes, Cell, Chart, Share, Table, in_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dist_ckpt.memory.step_profile import KINDS
+from dist_ckpt.memory.profile.step_profile import KINDS
 from dist_ckpt.report.html import charts, figures
 from dist_ckpt.report.html.page import Bytes, Cell, Chart, Panel, Panels, Part, Table, in_bytes
 from dist_ckpt.report.html.plan_tree import plan_differences

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from dist_ckpt.memory.step_profile import Phase, StepProfile
+from dist_ckpt.memory.profile.step_profile import Phase, StepProfile
 from dist_ckpt.report.html.figures import CAPACITY_IN_SIGHT, STACKED, Figure, Scale, capacity_line, pattern
 from dist_ckpt.report.html.page import in_bytes
 

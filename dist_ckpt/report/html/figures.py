@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dist_ckpt.memory.profile.step_profile import KINDS
 from dist_ckpt.memory.records import byte_unit
-from dist_ckpt.memory.step_profile import KINDS
 
 Figure = Mapping[str, Any]
 

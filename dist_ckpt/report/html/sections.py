@@ -9,8 +9,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from dist_ckpt.errors import counted
+from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
 from dist_ckpt.memory.records import MemoryReport
-from dist_ckpt.memory.step_profile import KINDS, StepProfile
 from dist_ckpt.report.advice import RunFacts, advice
 from dist_ckpt.report.html import deep_step, figures
 from dist_ckpt.report.html.charts import (

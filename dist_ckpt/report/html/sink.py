@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import MemoryReport
-from dist_ckpt.memory.step_profile import StepProfile
 from dist_ckpt.report.sinks import Sink
 
 _log = logging.getLogger(__name__)

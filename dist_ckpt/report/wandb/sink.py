@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import MemoryReport
-from dist_ckpt.memory.step_profile import StepProfile
 from dist_ckpt.report.sinks import Sink
 
 _LIMIT_BYTES = 64 * 2**20

@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 from dist_ckpt.compat import fsdp
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.memory.activations import saved_bytes
-from dist_ckpt.memory.failure import (
+from dist_ckpt.memory.holders import holders_of, visible_tensors
+from dist_ckpt.memory.ledger import Owner
+from dist_ckpt.memory.out_of_memory.failure import (
     Place,
     frames_of,
     is_library,
@@ -32,12 +34,10 @@ from dist_ckpt.memory.failure import (
     step_begins,
     where,
 )
-from dist_ckpt.memory.graph_names import GraphNames, common_module, modules_of_parameters
-from dist_ckpt.memory.holders import holders_of, visible_tensors
-from dist_ckpt.memory.ledger import Owner
-from dist_ckpt.memory.limits import MemoryLimit, held_bytes
-from dist_ckpt.memory.profile import kind_of, module_names
-from dist_ckpt.memory.step_profile import KINDS, ByKind, Holding, Kind
+from dist_ckpt.memory.out_of_memory.graph_names import GraphNames, common_module, modules_of_parameters
+from dist_ckpt.memory.out_of_memory.limits import MemoryLimit, held_bytes
+from dist_ckpt.memory.profile.recording import kind_of, module_names
+from dist_ckpt.memory.profile.step_profile import KINDS, ByKind, Holding, Kind
 from dist_ckpt.memory.storages import Storages, plain_parts
 from dist_ckpt.names import named_buffers, named_parameters
 

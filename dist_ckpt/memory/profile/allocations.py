@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from dist_ckpt.compat.profiler import Change, Op, dtype_name
-from dist_ckpt.memory.step_profile import Kind
+from dist_ckpt.memory.profile.step_profile import Kind
 from dist_ckpt.memory.storages import plain_parts
 
 

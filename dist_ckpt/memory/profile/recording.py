@@ -24,15 +24,15 @@ from dist_ckpt.blocks import find_blocks
 from dist_ckpt.compat import profiler, zero
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.errors import MeasureError, PlanError
-from dist_ckpt.memory.allocations import Sighting, end_unreported, follow, sightings
-from dist_ckpt.memory.attribution import MODULE, Attribution
 from dist_ckpt.memory.holders import holders_of, visible_tensors
 from dist_ckpt.memory.ledger import Category, Owner
-from dist_ckpt.memory.phases import Stretch, calls, stretch_at, stretches
+from dist_ckpt.memory.profile.allocations import Sighting, end_unreported, follow, sightings
+from dist_ckpt.memory.profile.attribution import MODULE, Attribution
+from dist_ckpt.memory.profile.phases import Stretch, calls, stretch_at, stretches
+from dist_ckpt.memory.profile.step_profile import KINDS, Kind, Phase, Span, StepProfile
+from dist_ckpt.memory.profile.timeline import Timeline
 from dist_ckpt.memory.records import RankMemory
-from dist_ckpt.memory.step_profile import KINDS, Kind, Phase, Span, StepProfile
 from dist_ckpt.memory.storages import plain_parts
-from dist_ckpt.memory.timeline import Timeline
 from dist_ckpt.names import is_replicated, unwrapped_name
 
 _MARK = "mark:"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dist_ckpt.compat.profiler import Op
-from dist_ckpt.memory.attribution import ENGINE, MODULE, Attribution
-from dist_ckpt.memory.step_profile import Work
+from dist_ckpt.memory.profile.attribution import ENGINE, MODULE, Attribution
+from dist_ckpt.memory.profile.step_profile import Work
 
 PhaseName = Literal["forward", "loss", "backward", "optimizer", "other"]
 

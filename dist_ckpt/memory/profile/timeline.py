@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt.memory.allocations import Allocation
-from dist_ckpt.memory.step_profile import KINDS, Kind
+from dist_ckpt.memory.profile.allocations import Allocation
+from dist_ckpt.memory.profile.step_profile import KINDS, Kind
 
 MAX_POINTS = 1000
 """Of a thinned curve."""

@@ -9,8 +9,8 @@ from typing import Literal
 
 from dist_ckpt.compat import zero
 from dist_ckpt.compat.profiler import Op, TensorInput, Trace
-from dist_ckpt.memory.allocations import Allocation, Sighting
-from dist_ckpt.memory.step_profile import Holding, Kind, merge_holdings
+from dist_ckpt.memory.profile.allocations import Allocation, Sighting
+from dist_ckpt.memory.profile.step_profile import Holding, Kind, merge_holdings
 
 MODULE = "module:"
 """How the call of a module is marked in a trace, before the module's name."""
