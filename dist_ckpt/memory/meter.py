@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class MemoryMeter:
         return memory
 
     @contextmanager
-    def profile(self, inputs: object = ()) -> Iterator[DeepStep]:
+    def profile(self, inputs: object = (), history: Path | None = None) -> Iterator[DeepStep]:
         """Records all of the one update that is performed inside, ``after_forward`` and ``boundary`` among it.
 
         The update is slower, and what it computes is the same.
@@ -134,6 +135,8 @@ class MemoryMeter:
         Args:
             inputs: what the update is handed, in any nesting (its micro-batches). The arguments of the model are known
                 without.
+            history: on CUDA, the file into which the allocator's own history of the update is written, for
+                https://pytorch.org/memory_viz.
 
         Raises:
             MeasureError: the step had no boundary; or, before it begins, a profiler is running already.
@@ -141,7 +144,7 @@ class MemoryMeter:
         if self._recording is not None:
             raise MeasureError("MemoryMeter.profile() was called within its own with block")
         deep = DeepStep()
-        self._recording = Recording(self._model, self._owners, inputs)
+        self._recording = Recording(self._model, self._owners, inputs, history)
         try:
             with self._recording:
                 yield deep
@@ -178,6 +181,7 @@ def _allocator(device: torch.device) -> dict[str, Any]:
         "peak": stats["allocated_bytes.all.peak"],
         "reserved": stats["reserved_bytes.all.peak"],
         "device_used": capacity - free,
+        "non_torch": capacity - free - stats["reserved_bytes.all.current"],
         "capacity": capacity,
         "alloc_retries": stats["num_alloc_retries"],
     }

@@ -41,6 +41,8 @@ class RankMemory:
     """What the allocator holds from the device at most, in use or cached."""
     device_used: int | None = None
     """In use on the whole device, by everyone."""
+    non_torch: int | None = None
+    """Of that, what this rank's allocator does not hold: CUDA's context, NCCL, workspaces, other processes."""
     capacity: int | None = None
     """Memory of the whole device."""
     alloc_retries: int | None = None

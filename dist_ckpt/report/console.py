@@ -93,7 +93,7 @@ def memory_table(report: MemoryReport) -> Table:
     owned = ("params", "grads", "optimizer", "activations", "offloaded", "other")
     shown = [
         c
-        for c in (*owned, "accounted", "unattributed", "peak", "reserved", "headroom")
+        for c in (*owned, "accounted", "unattributed", "peak", "reserved", "non_torch", "headroom")
         if any(getattr(r, c) is not None for r in report.ranks)
     ]
     unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])

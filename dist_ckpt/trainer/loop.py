@@ -225,7 +225,8 @@ class Loop:
 
     def _deep_step(self, batches: Sequence[Batch]) -> StepResult:
         """An update of which every allocation is recorded; each rank's memory then says what its peak consists of."""
-        with self.engine.meter.profile(batches) as deep, self._limit:  # the profiler needs memory to stop
+        history = self.folder.profiles / f"rank_{self.rank}.pickle"
+        with self.engine.meter.profile(batches, history) as deep, self._limit:  # the profiler needs memory to stop
             result = self.engine.train_step(batches, measure=True)
         memory = self.engine.memory
         assert memory is not None

@@ -12,6 +12,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dist_ckpt.blocks import find_blocks
-from dist_ckpt.compat import profiler, zero
+from dist_ckpt.compat import cuda_memory, profiler, zero
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.errors import MeasureError, PlanError
 from dist_ckpt.memory.holders import holders_of, visible_tensors
@@ -79,10 +80,14 @@ class Recording:
     Args:
         owners: of all lasting memory.
         inputs: what the step is handed, in any nesting: its tensors are nobody's, and are known nonetheless.
+        history: on CUDA, where the allocator's own history is written.
     """
 
-    def __init__(self, model: nn.Module, owners: Callable[[], Iterable[Owner]], inputs: object) -> None:
+    def __init__(
+        self, model: nn.Module, owners: Callable[[], Iterable[Owner]], inputs: object, history: Path | None = None
+    ) -> None:
         self._model = model
+        self._history = history
         self._owners = owners
         self._inputs = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         self._names = module_names(model)
@@ -105,6 +110,7 @@ class Recording:
         self._recorder = profiler.Recorder()
         with ExitStack() as stack:
             stack.callback(self._recorder.stop)
+            self._before = cuda_memory.given_out(self._device)
             with self.mark() as mark:
                 self._see_owners(mark, owners)
                 self._see_given(mark, self._inputs)
@@ -113,6 +119,7 @@ class Recording:
             stack.enter_context(zero.work_marked(profiler.span))
             marked = {module: f"{MODULE}{name}" for module, name in self._names.items()}
             stack.enter_context(profiler.calls_marked(marked, self._called))
+            stack.enter_context(cuda_memory.history_written(self._device, self._history))
             self._active = stack.pop_all()
         return self
 
@@ -173,7 +180,7 @@ class Recording:
         last = self._marks - 1
         start, end, boundary = marks[0].end, times[last], times[self._boundary]
         gone = {address: times[mark] for address, mark in self._gone.items()}
-        allocations = follow(trace.changes, self._seen, times, gone)
+        allocations = follow(trace.changes, self._seen, times, gone, self._before)
         found = stretches(
             trace.ops,
             start,

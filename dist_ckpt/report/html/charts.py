@@ -69,7 +69,8 @@ def ledger_chart(report: MemoryReport) -> Chart:
 def boundary_table(report: MemoryReport) -> Table:
     """Every figure of every rank, but those that no rank can say."""
     names = (
-        *CATEGORIES, "offloaded", "accounted", "live", "unattributed", "peak", "reserved", "device_used", "capacity",
+        *CATEGORIES, "offloaded", "accounted", "live", "unattributed", "peak", "reserved", "non_torch",
+        "device_used", "capacity",
     )  # fmt: skip
     known = [name for name in names if any(getattr(rank, name) is not None for rank in report.ranks)]
     retries = any(rank.alloc_retries is not None for rank in report.ranks)
