@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 
+_MAX_ENTRIES = 1_000_000
+"""Allocations and frees that are kept: the last ones."""
+
 
 def given_out(device: torch.device) -> list[tuple[int, int]]:
     """(address, bytes) of all that the device's allocator has given out; nothing on the CPU, which keeps no list.
@@ -34,6 +37,8 @@ def given_out(device: torch.device) -> list[tuple[int, int]]:
 def history_written(device: torch.device, path: Path | None) -> Iterator[None]:
     """Writes the history of CUDA's allocator within the context, for https://pytorch.org/memory_viz.
 
+    Also where the context is left by an error: running out of memory is when it is wanted most.
+
     Args:
         path: the pickle file; ``None`` writes nothing, and so does the CPU.
     """
@@ -41,9 +46,11 @@ def history_written(device: torch.device, path: Path | None) -> Iterator[None]:
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.cuda.memory._record_memory_history(device=device, stacks="python", clear_history=True)
+    torch.cuda.memory._record_memory_history(
+        device=device, stacks="python", max_entries=_MAX_ENTRIES, clear_history=True
+    )
     try:
         yield
-        torch.cuda.memory._dump_snapshot(str(path))
     finally:
+        torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None, device=device)
