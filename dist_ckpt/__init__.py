@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt.cost import PlanCost, StageCost, plan_cost, stage_costs
-    from dist_ckpt.errors import DistCkptError, EngineError, PlanError
+    from dist_ckpt.errors import DistCkptError, EngineError, MeasureError, PlanError
     from dist_ckpt.guards.accumulation import guard_accumulation
+    from dist_ckpt.memory.ledger import owners_of
     from dist_ckpt.memory.meter import MemoryMeter, gather_report
+    from dist_ckpt.memory.out_of_memory.failure import out_of_memory_in
+    from dist_ckpt.memory.out_of_memory.post_mortem import PostMortem, post_mortem
+    from dist_ckpt.memory.profile.recording import DeepStep
+    from dist_ckpt.memory.profile.step_profile import Holding, Phase, StepProfile
     from dist_ckpt.memory.records import MemoryReport, RankMemory
     from dist_ckpt.names import named_parameters
     from dist_ckpt.plan import OpRule, Plan, Region, SaveRule
@@ -29,10 +34,19 @@ _HOMES = {
     "stage_costs": "cost",
     "DistCkptError": "errors",
     "EngineError": "errors",
+    "MeasureError": "errors",
     "PlanError": "errors",
     "MemoryMeter": "memory.meter",
     "MemoryReport": "memory.records",
     "gather_report": "memory.meter",
+    "owners_of": "memory.ledger",
+    "out_of_memory_in": "memory.out_of_memory.failure",
+    "PostMortem": "memory.out_of_memory.post_mortem",
+    "post_mortem": "memory.out_of_memory.post_mortem",
+    "DeepStep": "memory.profile.recording",
+    "Holding": "memory.profile.step_profile",
+    "Phase": "memory.profile.step_profile",
+    "StepProfile": "memory.profile.step_profile",
     "guard_accumulation": "guards.accumulation",
     "RankMemory": "memory.records",
     "named_parameters": "names",
@@ -51,19 +65,25 @@ _HOMES = {
 }
 
 __all__ = [
+    "DeepStep",
     "DistCkptError",
     "EngineError",
+    "Holding",
+    "MeasureError",
     "MemoryMeter",
     "MemoryReport",
     "OpRule",
+    "Phase",
     "Plan",
     "PlanCost",
     "PlanError",
     "Policy",
+    "PostMortem",
     "RankMemory",
     "Region",
     "SaveRule",
     "StageCost",
+    "StepProfile",
     "Verification",
     "apply",
     "apply_plan",
@@ -71,7 +91,10 @@ __all__ = [
     "guard_accumulation",
     "make_plan",
     "named_parameters",
+    "out_of_memory_in",
+    "owners_of",
     "plan_cost",
+    "post_mortem",
     "recompute",
     "remove_plan",
     "stage_costs",

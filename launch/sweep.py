@@ -1,4 +1,4 @@
-"""Compares policies: ``python launch/sweep.py sweep.ckpt=[none,full] sweep.k=[2,4] nproc=2``; ``--help`` lists all."""
+"""Compares policies: ``python launch/sweep.py 'sweep.ckpt=[none,full]' nproc=2``; ``--help`` lists all."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PATIENCE_S = 20.0
 """How long a rank may take to end after ``exit.json`` says that the run has failed: for what it has to write down."""
 GRACE_S = 3.0
 """The same once a SIGTERM has come, as a rank that writes something down ignores it."""
-_EVERY_S = 0.5
+_EVERY_S = 2.0
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from dist_ckpt.trainer.program import begin, find_data, print_error
 from dist_ckpt.trainer.sweep.folder import SweepFolder, claimed
 from dist_ckpt.trainer.sweep.launch import Terminated, raising_on_sigterm
 from dist_ckpt.trainer.sweep.options import Sweep, SweepConfig, SweepOptions, read_sweep
-from dist_ckpt.trainer.sweep.session import Session, predict
+from dist_ckpt.trainer.sweep.runner import SweepRunner, predict
 
 if TYPE_CHECKING:
     from dist_ckpt.trainer.data.corpus import Files
 
 _ABOUT = (
     "launch/sweep.py runs the training program under several policies and compares memory and speed:\n\n"
-    "  python launch/sweep.py sweep.ckpt=[none,full,selective] sweep.k=[2,4,8] nproc=2 engine=fsdp2\n\n"
+    "  python launch/sweep.py 'sweep.ckpt=[none,full,selective]' 'sweep.k=[2,4,8]' nproc=2 engine=fsdp2\n\n"
     "It starts the ranks itself. Exit code 0: measured, even if some policies ran out of memory; 1: none of them\n"
     "has run, or Ctrl-C; 2: a mistake; 143: SIGTERM. Its own keys:\n\n"
 )
@@ -61,24 +61,24 @@ def _sweep(sweep: Sweep, files: Files | None, folder: SweepFolder, train: Path, 
 
     console = SweepConsole()
     console.say(f"sweep folder: {folder.path}")
-    session = Session(sweep, predict(sweep, files), folder, train, console)
+    runner = SweepRunner(sweep, predict(sweep, files), folder, train, console)
     code = ExitCode.DONE
     try:
-        with console.progress(len(sweep.cells) * sweep.options.rounds):
-            session.run()
+        with console.progress(len(sweep.candidates) * sweep.options.rounds):
+            runner.run()
     except (KeyboardInterrupt, Terminated) as interruption:
         code = _code_of(interruption)
         console.say(f"interrupted; the same command with run_dir={folder.path} goes on from here")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was measured is to be kept
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    lines = session.lines()
-    if not lines:
+    results = runner.results()
+    if not results:
         return code
-    console.table(lines)
-    write_csv(lines, folder.table)
-    folder.page.write_text(sweep_page(lines, command, sweep.facts()), encoding="utf-8")
+    console.table(results)
+    write_csv(results, folder.table)
+    folder.page.write_text(sweep_page(results, command, sweep.facts()), encoding="utf-8")
     console.say(f"in {folder.path}: {folder.table.name}, {folder.page.name}, and the folder of each run")
-    if code is ExitCode.DONE and not any(line.rounds for line in lines):
+    if code is ExitCode.DONE and not any(row.rounds for row in results):
         return ExitCode.FAULT
     return code
 
