@@ -17,12 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dist_ckpt.memory.storages import plain_parts
 
 UNKNOWN = "unknown"
-"""Of whom no Python object refers to."""
+"""For a tensor that no Python object refers to."""
 
 _DEEPEST = 4
 """Levels of containers that are looked through."""
 _WIDEST = 1000
 """Objects at one level beyond which nobody would call them holders."""
+_UNSHARED = 3
+"""References to a dict that the frame has, a variable here, and the function that counts them."""
 
 
 def visible_tensors(device: torch.device) -> Iterator[Tensor]:
@@ -40,11 +42,6 @@ def visible_tensors(device: torch.device) -> Iterator[Tensor]:
             continue
         if parts and all(part.untyped_storage().resizable() for part in parts):
             yield one
-
-
-def holder_of(tensor: Tensor) -> str:
-    """Who refers to a tensor, as :func:`holders_of` puts it."""
-    return holders_of([tensor])[0]
 
 
 def holders_of(tensors: Sequence[Tensor]) -> list[str]:
@@ -137,9 +134,10 @@ def _frames(own: bool = False) -> Iterator[FrameType]:
 
 def _variables(frame: FrameType) -> dict[str, Any]:
     """A function's variables, without leaving the function a copy of them, which would keep what it lets go of alive
-    (before Python 3.13, ``f_locals`` is a dict that stays with the frame)."""
+    (before Python 3.13, ``f_locals`` is a dict that stays with the frame, and ``locals()`` returns that same dict)."""
     held = frame.f_locals
     found = dict(held)
-    if type(held) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    is_copy = type(held) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and sys.getrefcount(held) <= _UNSHARED:  # or somebody has kept what locals() returned
         held.clear()
     return found

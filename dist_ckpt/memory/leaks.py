@@ -7,11 +7,9 @@ milliseconds: so they are looked for only where the process has grown since the 
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from dist_ckpt.errors import counted
 from dist_ckpt.memory.activations import saved_bytes
 from dist_ckpt.memory.holders import UNKNOWN, holders_of, visible_tensors
 from dist_ckpt.memory.ledger import CATEGORIES, Owner, ledger
+from dist_ckpt.memory.out_of_memory.limits import resident_bytes
 from dist_ckpt.memory.records import byte_unit, format_bytes
 from dist_ckpt.memory.storages import Storages
 
@@ -36,7 +35,7 @@ _ENDS = 4
 
 @dataclass(frozen=True)
 class Leak:
-    """Memory that a rank has more of at each report."""
+    """Memory of a rank that grew at each of the last searches."""
 
     category: str
     """One of the ledger's, or ``unattributed``."""
@@ -49,10 +48,11 @@ class Leak:
 
     def __str__(self) -> str:
         unit = byte_unit([self.nbytes])
-        whose = "memory that nothing owns" if self.category == "unattributed" else f"memory of {self.category}"
+        nobodys = self.category == "unattributed"
+        whose = "memory that nothing owns" if nobodys else f"memory in category '{self.category}'"
         held = f", held by {self.holder}" if self.holder is not None else ""
         return (
-            f"{whose} grows: by {format_bytes(self.nbytes, unit)} {unit} from step {self.first_step} to "
+            f"{whose} grew by {format_bytes(self.nbytes, unit)} {unit} from step {self.first_step} to "
             f"{self.last_step}{held}"
         )
 
@@ -83,6 +83,8 @@ class LeakWatch:
     def look(self, step: int) -> Leak | None:
         """To be called after an update, at each report; returns the leak that has been found so far."""
         level = self._level()
+        if level is None:
+            return None
         if self._highest is None:
             self._highest = level
         if self.leak is None and level >= self._highest + NOTICEABLE:
@@ -90,8 +92,8 @@ class LeakWatch:
             self._search(step, level)
         return self.leak
 
-    def _level(self) -> int:
-        """Bytes in tensors, or on the CPU in the process."""
+    def _level(self) -> int | None:
+        """Bytes in tensors, or on the CPU in the process; ``None`` where nobody keeps count."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return resident_bytes()
@@ -116,15 +118,6 @@ class LeakWatch:
                 new = [tensor for key, tensor in keys.items() if key not in before]
                 holder = _described(new) if category == "unattributed" else None
                 self.leak = Leak(category, sum(rises), self._looks[0].step, step, holder)
-
-
-def resident_bytes() -> int:
-    """What this process holds of the machine's memory; 0 where the system does not say."""
-    try:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    except OSError:
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _key(tensor: Tensor) -> tuple[int, int]:

@@ -12,7 +12,7 @@
         optimizer.step()
 
 Nothing is added to the step itself: no operation, no collective, no synchronisation with the device. A deep step, which
-is slower, tells all of one update::
+is slower, records every allocation of one update::
 
     with meter.profile() as deep:
         ...                                    # one step, as above

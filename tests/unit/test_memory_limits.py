@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,17 @@ def test_without_a_limit_nothing_is_set() -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with MemoryLimit(CPU):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_lifting_gives_an_accelerator_the_fraction_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a double, for there is no device here."""
+    given: list[float] = []
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: given.append(part))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
+    MemoryLimit(torch.device("cuda", 0), 250).lift()
+    assert given == [0.25, 0.5]
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -138,7 +138,7 @@ def step_begins(frames: Sequence[tuple[FrameType, int]]) -> int:
 
 
 def _phase(so_far: FailurePhase, frame: FrameType) -> FailurePhase:
-    """The phase in which a call is that was made in the phase ``so_far``."""
+    """The phase inside this frame, given its caller's."""
     if so_far in ("setup", "evaluation", "saving", "optimizer", "recompute"):
         return so_far
     name, file = frame.f_code.co_name, Path(frame.f_code.co_filename).as_posix()

@@ -40,9 +40,11 @@ class MemoryLimit:
         # Never touched, so it takes no memory. Its end gives the few pages without which not even lifting might work.
         self._reserve = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
+        self._fraction_before = 1.0
         if nbytes is None:
             return
         if device.type == "cuda":
+            self._fraction_before = torch.cuda.get_per_process_memory_fraction(device)
             torch.cuda.set_per_process_memory_fraction(min(nbytes / capacity_bytes(device), 1.0), device)
             return
         soft, hard = self._before
@@ -54,7 +56,7 @@ class MemoryLimit:
         self._reserve.close()
         resource.setrlimit(resource.RLIMIT_DATA, self._before)
         if self.nbytes is not None and self.device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.device)
         if self.held_bytes is None:
             self.held_bytes = held_bytes(self.device)
 
@@ -75,6 +77,15 @@ def held_bytes(device: torch.device) -> int | None:
     with suppress(OSError):
         found = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
         return int(found[1]) * 1024 if found else None
+    return None
+
+
+def resident_bytes() -> int | None:
+    """What this process holds of the machine's memory, which is what it has touched; ``None`` where the system does not
+    say."""
+    with suppress(OSError):
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
     return None
 
 

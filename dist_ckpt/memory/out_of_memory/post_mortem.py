@@ -62,7 +62,7 @@ class PostMortem:
     requested_bytes: int | None
     place: Place
     limit_bytes: int | None
-    """What the process may hold: the run's limit, or else the device's memory."""
+    """The run's limit on what the process may hold; ``None`` without one."""
     start_bytes: int | None
     """What the process held before there was a model."""
     held_bytes: int | None

@@ -1,4 +1,4 @@
-"""Every piece of memory that is alive in a step: from when until when, and as whose it was seen."""
+"""The allocations alive in a step: when each was made and freed, and who was seen to own it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def end_unreported(
     times: Mapping[int, int],
     may_be_unreported: Callable[[Allocation], bool],
 ) -> None:
-    """Ends what was freed without a report at its last use.
+    """Ends allocations whose free was not recorded at their last recorded use.
 
     Collectives on the CPU have threads of their own, and whichever of them or the caller lets go of a buffer last frees
     it (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``runLoop``). Only the caller's thread is recorded then.

@@ -1,4 +1,4 @@
-"""What each piece of memory of a step is for, and whose it is."""
+"""Assigns a kind and a module to each allocation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Attribution:
                     self._exchanges.setdefault(given.address, []).append(op.start)
 
     def kind(self, one: Allocation) -> Kind:
-        """What it is for, as long as it is alive."""
+        """Its kind, the same for its whole life."""
         seen = {sighting.kind for sighting in one.seen}
         if {"params", "unsharded"} <= seen and _is_copy(one):
             return "unsharded"
