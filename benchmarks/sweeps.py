@@ -21,8 +21,8 @@ from dist_ckpt.report.html.figures import Trade, pareto_front
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MIB = 2**20
 COLUMNS = (
-    "k", "saved MiB", "peak MiB", "step ms", "half within", "time ÷ none", "FLOPs ÷ none", "samples/s", "samples/s/GiB",
-    "loss = none",
+    "k", "saved MiB", "peak MiB", "step ms", "interquartile range", "time ÷ none", "FLOPs ÷ none", "samples/s",
+    "samples/s/GiB", "loss = none",
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
     curve.legend()
     trades = [Trade(f"k = {one['k']}", 1000 * float(one["step_s"]), int(one["peak_bytes"])) for one in rows]
     front = [trades[n] for n in pareto_front(trades)]
-    trade.plot([one.step_s for one in front], [one.peak_bytes / MIB for one in front], ":", label="beaten by no other")
+    trade.plot([one.step_s for one in front], [one.peak_bytes / MIB for one in front], ":", label="Pareto-optimal")
     trade.plot([one.step_s for one in trades], [one.peak_bytes / MIB for one in trades], "o")
     for one in trades:
         trade.annotate(one.label, (one.step_s, one.peak_bytes / MIB), xytext=(4, 5), textcoords="offset points")

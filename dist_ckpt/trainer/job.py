@@ -31,7 +31,7 @@ from dist_ckpt.trainer.deepspeed import asked_policy, deepspeed_config
 from dist_ckpt.trainer.loop import Loop, differences
 from dist_ckpt.trainer.models.source import ModelSource, model_source
 from dist_ckpt.trainer.process import Place, Termination
-from dist_ckpt.trainer.reporting import Records, facts_of, wants_prediction, write_start
+from dist_ckpt.trainer.reporting import RunSinks, facts_of, wants_prediction, write_start
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -124,12 +124,12 @@ class Job:
         return f"of each stage\n{stage_table(costs)}" if self.plan.stages else str(costs[0].micro_batch)
 
 
-def train(job: Job, folder: RunFolder, limit: MemoryLimit, records: Records) -> bool:
+def train(job: Job, folder: RunFolder, limit: MemoryLimit, sinks: RunSinks) -> bool:
     """Trains as the configuration says; needs the process group.
 
     Args:
         limit: on this rank's memory, lifted before anything deals with an error.
-        records: of the run, to be opened here and finished by the caller.
+        sinks: of the run, to be opened here and finished by the caller.
 
     Returns:
         Whether all steps were done; False after a SIGTERM.
@@ -154,13 +154,12 @@ def train(job: Job, folder: RunFolder, limit: MemoryLimit, records: Records) -> 
             f"train.accum_sync=boundary keeps {format_bytes(nbytes, unit)} {unit} of unsharded gradients on each rank "
             "until the boundary"
         )
-    loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination())
+    loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination(), limit)
     loop.resume(restarted=place.restarts > 0)
     if place.rank == 0:  # only now: a state that is refused leaves the folder's earlier run as it was
         write_start(config, folder, job.plan, costs)
-    records.open(config, folder, place, loop.step, console.say)
-    with limit:
-        done = loop.run(records.sinks, limit)
+    sinks.open(config, folder, place, loop.step, console.say)
+    done = loop.run(sinks.opened)
     _show_end(job, loop, console, costs)
     console.say(loop.summary())
     return done

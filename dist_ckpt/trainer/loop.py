@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ class Loop:
     Args:
         engine: prepared.
         train_rows, validation_rows: the data; samples are taken by global index.
+        limit: on this rank's memory, to be lifted as soon as an update fails.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Loop:
         folder: RunFolder,
         console: Console,
         termination: Termination,
+        limit: MemoryLimit,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -76,7 +77,7 @@ class Loop:
         """On rank 0: what the deep step has found, a profile a rank."""
         self._leaks = LeakWatch(engine.owners, engine.device)
         self._first_step = 0
-        self._limit: AbstractContextManager[object] = nullcontext()
+        self._limit = limit
         self._last: StepResult | None = None
         self._saved_at: int | None = None
         self._started_s = time.perf_counter()
@@ -111,18 +112,16 @@ class Loop:
                 "that of an uninterrupted run"
             )
 
-    def run(self, sinks: Sequence[Sink] = (), limit: MemoryLimit | None = None) -> bool:
+    def run(self, sinks: Sequence[Sink] = ()) -> bool:
         """Trains until the last step, or until a SIGTERM.
 
         Args:
             sinks: what takes the records; none on other ranks than 0.
-            limit: on this rank's memory, to be lifted as soon as an update fails.
 
         Returns:
             Whether all steps were done.
         """
         train = self.config.train
-        self._limit = limit or self._limit
         self._first_step = self.step
         self.console.start(self.step)
         try:
@@ -228,12 +227,9 @@ class Loop:
         history = self.folder.profiles / f"rank_{self.rank}.pickle"
         with self.engine.meter.profile(batches, history) as deep, self._limit:  # the profiler needs memory to stop
             result = self.engine.train_step(batches, measure=True)
-        memory = self.engine.memory
-        assert memory is not None
-        found = deep.memory
-        self.engine.memory = dataclasses.replace(memory, live=found.live, peak=found.peak, at_peak=found.at_peak)
+        self.engine.memory = deep.memory
         profiles: list[StepProfile | None] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(dataclasses.replace(deep.profile, stage=memory.stage), profiles)
+        dist.gather_object(deep.profile, profiles)
         self.profiles = tuple(profile for profile in profiles or () if profile is not None)
         return result
 

@@ -24,7 +24,7 @@ from dist_ckpt.trainer.watch import failures_watched
 if TYPE_CHECKING:
     from dist_ckpt.memory.out_of_memory.limits import MemoryLimit
     from dist_ckpt.trainer.job import Job
-    from dist_ckpt.trainer.reporting import Records
+    from dist_ckpt.trainer.reporting import RunSinks
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -73,15 +73,15 @@ def _run(job: Job, folder: RunFolder | None, limit: MemoryLimit) -> ExitCode:
         folder: on rank 0, which sends it to the others.
         limit: on this rank's memory.
     """
-    from dist_ckpt.trainer.reporting import Records
+    from dist_ckpt.trainer.reporting import RunSinks
 
-    records = Records()
-    code = _train(job, folder, limit, records)
-    records.finish(code)
+    sinks = RunSinks()
+    code = _train(job, folder, limit, sinks)
+    sinks.finish(code)
     return code
 
 
-def _train(job: Job, folder: RunFolder | None, limit: MemoryLimit, records: Records) -> ExitCode:
+def _train(job: Job, folder: RunFolder | None, limit: MemoryLimit, sinks: RunSinks) -> ExitCode:
     """Trains. Whatever ends the run is recorded, and printed by the rank on which it happened."""
     from dist_ckpt.trainer.job import agree_on_folder, end_process_group, train
     from dist_ckpt.trainer.post_mortem import explain
@@ -94,7 +94,7 @@ def _train(job: Job, folder: RunFolder | None, limit: MemoryLimit, records: Reco
                 folder = agree_on_folder(folder)
                 log_to(folder.log(place.rank))
                 stack.enter_context(failures_watched(folder.path))
-                done = train(job, folder, limit, records)
+                done = train(job, folder, limit, sinks)
                 end_process_group()
         except BaseException as error:  # whatever it is: every rank's process ends here
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when a rank that has less to write has gone

@@ -48,7 +48,7 @@ class Suggestion:
     """As on the command line."""
     saved_bytes: int
     """Activations at the peak with it."""
-    saving_bytes: int
+    freed_bytes: int
     """How much less than now that is."""
     recomputed: float
     """Extra FLOPs, as a fraction of those without a policy."""
@@ -122,7 +122,7 @@ def suggestions(job: Job, stage: int | None) -> list[Suggestion]:
             if cost.saved_bytes < now.saved_bytes:
                 extra = cost.micro_batch.recomputed_flops / max(cost.micro_batch.baseline_flops, 1)
                 found.append(Suggestion(change, cost.saved_bytes, now.saved_bytes - cost.saved_bytes, extra))
-    return sorted(found, key=lambda one: (one.recomputed, -one.saving_bytes))
+    return sorted(found, key=lambda one: (one.recomputed, -one.freed_bytes))
 
 
 def _alternatives(job: Job) -> Iterator[tuple[str, Job]]:

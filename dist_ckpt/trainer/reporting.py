@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Records:
+class RunSinks:
     """Where the records of a run go; nowhere on other ranks than 0."""
 
     def __init__(self) -> None:
-        self.sinks: Sequence[Sink] = ()
+        self.opened: Sequence[Sink] = ()
 
     def open(
         self, config: Config, folder: RunFolder, place: Place, after_step: int, say: Callable[[str], None]
@@ -41,11 +41,11 @@ class Records:
             say: shows a line to the user.
         """
         if place.rank == 0:
-            self.sinks = _sinks(config, folder, place, after_step, say)
+            self.opened = _sinks(config, folder, place, after_step, say)
 
     def finish(self, code: ExitCode) -> None:
         """Tells every sink how the run has ended, once that is recorded and all files are there."""
-        for sink in self.sinks:
+        for sink in self.opened:
             sink.finish(code)
 
 

@@ -16,7 +16,7 @@ from dist_ckpt.trainer.exits import ExitCode
 from dist_ckpt.trainer.job import Job, train
 from dist_ckpt.trainer.memory_limit import limit_memory
 from dist_ckpt.trainer.process import Place
-from dist_ckpt.trainer.reporting import Records
+from dist_ckpt.trainer.reporting import RunSinks
 from dist_ckpt.trainer.run_folder import RunFolder
 
 TINY = ("model.n_layers=2", "model.d_model=32", "model.d_ff=48", "train.seq_len=32", "train.micro_batch=2")
@@ -54,9 +54,9 @@ def run_here(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_module, "Termination", lambda: StopsAfter(rank, steps))
         job = Job.build(config, place)
-        records = Records()
-        done = train(job, folder, limit_memory(config, job.device), records)
-        records.finish(ExitCode.DONE if done else ExitCode.TERMINATED)
+        sinks = RunSinks()
+        done = train(job, folder, limit_memory(config, job.device), sinks)
+        sinks.finish(ExitCode.DONE if done else ExitCode.TERMINATED)
     torch.distributed.barrier()
     return done, read_json_lines(folder.metrics)
 

@@ -74,7 +74,7 @@ def check(phase: str, engine: str, found: dict[str, Any]) -> None:
         assert found["module"].startswith(("layers.", "norm", "output")), found["module"]
         assert alive["activations"] > 0
         assert any(name.startswith("layers.") for name in found["by_module"])
-        assert all(one["saving_bytes"] > 0 for one in found["suggestions"])
+        assert all(one["freed_bytes"] > 0 for one in found["suggestions"])
     if phase in ("optimizer", "setup"):
         assert not found["suggestions"] and "No policy helps" in found["advice"]
 

@@ -261,7 +261,7 @@ def test_the_page_says_what_was_asked_for_and_what_filled_memory(monkeypatch: py
     found = examine(update)
     rank = {"rank": 3, "peak": None, "accounted": 9, **dict.fromkeys(("params", "grads", "optimizer"), 3)}
     report = {"step": 6, "ranks": [rank | {"activations": None, "other": 0}]}
-    suggestion = {"change": "ckpt=full", "saved_bytes": 2**20, "saving_bytes": 2**21, "recomputed": 0.25}
+    suggestion = {"change": "ckpt=full", "saved_bytes": 2**20, "freed_bytes": 2**21, "recomputed": 0.25}
     record = found.to_dict() | {
         "suggestions": [suggestion], "advice": "Recompute more.", "last_report": report, "heaviest_rank": 3,
     }  # fmt: skip

@@ -136,7 +136,7 @@ def test_what_to_try_is_predicted_as_plan_cost_does_it(monkeypatch: pytest.Monke
     now = job.costs()[0].saved_bytes
     assert "ckpt=selective" not in found, "what the run has already"
     full = Job.build(load_config([*SMALL, "train.micro_batch=4", "ckpt=full"]), Place()).costs()[0]
-    assert (found["ckpt=full"].saved_bytes, found["ckpt=full"].saving_bytes) == (
+    assert (found["ckpt=full"].saved_bytes, found["ckpt=full"].freed_bytes) == (
         full.saved_bytes,
         now - full.saved_bytes,
     )

@@ -13,7 +13,7 @@ from dist_ckpt.trainer.config import load_config
 from dist_ckpt.trainer.keys import leaves
 from dist_ckpt.trainer.overrides import CONFIGS
 from dist_ckpt.trainer.sweep.folder import claimed
-from dist_ckpt.trainer.sweep.options import Cell, SweepOptions, read_sweep
+from dist_ckpt.trainer.sweep.options import Candidate, SweepOptions, read_sweep
 
 POLICIES = [
     "none",
@@ -29,29 +29,29 @@ POLICIES = [
 @pytest.mark.parametrize("spec", POLICIES, ids=str)
 def test_the_training_program_reads_the_policy_that_was_meant(spec: object) -> None:
     policy = policy_from(spec)  # type: ignore[arg-type]
-    assert load_config(Cell(policy).arguments).ckpt == policy
+    assert load_config(Candidate(policy).arguments).ckpt == policy
 
 
 def test_names_of_folders_differ_and_need_no_quotes() -> None:
-    cells = [Cell(policy_from(spec)) for spec in POLICIES]  # type: ignore[arg-type]
-    cells.append(Cell(policy_from({"per_stage": ["full", "none", "none"]})))
-    names = [cell.name for cell in cells]
+    candidates = [Candidate(policy_from(spec)) for spec in POLICIES]  # type: ignore[arg-type]
+    candidates.append(Candidate(policy_from({"per_stage": ["full", "none", "none"]})))
+    names = [candidate.name for candidate in candidates]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[\w=.-]{1,60}", name) for name in names), names
-    assert Cell(SegmentsPolicy(k=2)).name == "segments-k=2"
+    assert Candidate(SegmentsPolicy(k=2)).name == "segments-k=2"
 
 
 def test_policies_come_in_order_and_once() -> None:
     sweep = read_sweep(["sweep.ckpt=[none,{mode: every_k, k: 2}]", "sweep.k=[0,4]", "nproc=2", "+train.lr=1e-4"])
     assert sweep.options.policies == (NoPolicy(), EveryKPolicy(k=2), SegmentsPolicy(k=4))
-    assert [cell.k for cell in sweep.cells] == [0, None, 4]
+    assert [candidate.k for candidate in sweep.candidates] == [0, None, 4]
     assert (sweep.nproc, sweep.config.train.lr, sweep.steps) == (2, 1e-4, 12)
     assert sweep.arguments == ("+train.lr=1e-4",)
 
 
 def test_only_plain_segments_are_points_of_their_curve() -> None:
     policies = [SegmentsPolicy(), SegmentsPolicy(k=2, skip_last=True), SelectivePolicy(), PerStagePolicy()]
-    assert [Cell(policy).k for policy in policies] == [None] * 4
+    assert [Candidate(policy).k for policy in policies] == [None] * 4
 
 
 def test_samples_of_an_update_follow_the_micro_batch() -> None:

@@ -1,4 +1,4 @@
-"""What a sweep says of its runs: lines, the table, the file and the page."""
+"""What a sweep says of its runs: rows, the table, the file and the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dist_ckpt.trainer.sweep.fit import Fit
 from dist_ckpt.trainer.sweep.outcome import Outcome, Status
 from dist_ckpt.trainer.sweep.page import sweep_page
 from dist_ckpt.trainer.sweep.show import SweepConsole, remarks, results_table, write_csv
-from dist_ckpt.trainer.sweep.summary import Line, Measured, summarize
+from dist_ckpt.trainer.sweep.summary import Measured, ResultRow, summarize
 
 MIB = 2**20
 
@@ -45,7 +45,7 @@ NOT_RUN = measured("selective", None)
 
 def test_figures_of_a_line() -> None:
     none, full, segments, out = summarize([NONE, FULL, SEGMENTS, OUT, NOT_RUN])
-    assert none == Line(
+    assert none == ResultRow(
         label="none", k=0, status=Status.done, reason="", rounds=2, saved_bytes=256 * MIB, peak_bytes=512 * MIB,
         step_s=0.25, step_low_s=pytest.approx(0.175), step_high_s=pytest.approx(0.325), slowdown=1.0, flops_ratio=1.0,
         samples_per_s=32.0, samples_per_s_per_gib=64.0, loss_difference=0.0,
@@ -64,44 +64,44 @@ def test_figures_of_a_line() -> None:
 
 def test_without_none_nothing_is_compared() -> None:
     for others in ([FULL], [measured("none", 0, OUT.rounds[1]), FULL]):
-        line = summarize(others)[-1]
-        assert (line.slowdown, line.loss_difference) == (None, None) and line.step_s is not None
+        row = summarize(others)[-1]
+        assert (row.slowdown, row.loss_difference) == (None, None) and row.step_s is not None
         assert any("nothing to compare with" in remark for remark in remarks(summarize(others)))
 
 
 def test_a_round_that_failed_later_is_said_beside_what_was_measured() -> None:
-    line = summarize([measured("full", None, done(0.3, peak=MIB), Outcome(Status.failed, "boom"))])[0]
-    assert (line.rounds, line.step_s, line.status, line.reason) == (1, 0.3, Status.failed, "boom")
-    assert "full: failed: boom" in remarks([line])
+    row = summarize([measured("full", None, done(0.3, peak=MIB), Outcome(Status.failed, "boom"))])[0]
+    assert (row.rounds, row.step_s, row.status, row.reason) == (1, 0.3, Status.failed, "boom")
+    assert "full: failed: boom" in remarks([row])
 
 
 def test_a_single_timed_update_is_its_own_spread() -> None:
-    line = summarize([measured("none", 0, done(0.3))])[0]
-    assert (line.step_low_s, line.step_s, line.step_high_s) == (0.3, 0.3, 0.3)
-    assert "no peak was recorded for none" in remarks([line])
+    row = summarize([measured("none", 0, done(0.3))])[0]
+    assert (row.step_low_s, row.step_s, row.step_high_s) == (0.3, 0.3, 0.3)
+    assert "no peak was recorded for none" in remarks([row])
 
 
 def test_a_loss_of_zero_is_compared_too() -> None:
     none, other = measured("none", 0, done(1.0, losses=(0.0,))), measured("full", None, done(1.0, losses=(0.0,)))
-    assert [line.loss_difference for line in summarize([none, other])] == [0.0, 0.0]
+    assert [row.loss_difference for row in summarize([none, other])] == [0.0, 0.0]
     off = measured("full", None, done(1.0, losses=(1e-9,)))
     assert summarize([none, off])[1].loss_difference == 1.0
 
 
 def test_the_table_says_what_the_lines_say() -> None:
-    lines = summarize([NONE, FULL, SEGMENTS, OUT])
-    table = results_table(lines)
+    results = summarize([NONE, FULL, SEGMENTS, OUT])
+    table = results_table(results)
     cells = {row[0]: dict(zip(table.columns, map(table.shown, row), strict=True)) for row in table.rows}
     assert cells["segments (k=2)"] == {
-        "policy": "segments (k=2)", "saved": "64.000", "peak": "128.000", "step ms": "600.0", "half within": "400–600",
-        "time ÷ none": "1.750", "FLOPs ÷ none": "1.250", "samples/s": "13.33", "samples/s/GiB": "106.7",
+        "policy": "segments (k=2)", "saved": "64.000", "peak": "128.000", "step ms": "600.0",
+        "interquartile range": "400–600", "time ÷ none": "1.750", "FLOPs ÷ none": "1.250", "samples/s": "13.33", "samples/s/GiB": "106.7",
         "loss = none": "within 1.0e-06", "largest micro-batch": "6", "samples/s there": "30.00", "outcome": "-",
     }  # fmt: skip
     assert cells["none"]["loss = none"] == "bitwise" and cells["none"]["largest micro-batch"] == "-"
     assert cells["every_k (k=2)"]["outcome"] == "out of memory" and cells["every_k (k=2)"]["peak"] == "-"
     plain = results_table(summarize([NONE, FULL])).columns
     assert not {"largest micro-batch", "samples/s there", "outcome"} & set(plain)
-    everything = dataclasses.replace(lines[2], fit_is_all=True)
+    everything = dataclasses.replace(results[2], fit_is_all=True)
     assert "≥ 6" in map(table.shown, results_table([everything]).rows[0])
 
 
@@ -129,19 +129,19 @@ def test_a_bar_on_a_terminal() -> None:
 
 
 def test_the_file_has_every_figure_unrounded(tmp_path: Path) -> None:
-    lines = summarize([NONE, FULL, SEGMENTS, OUT])
-    write_csv(lines, tmp_path / "results.csv")
+    results = summarize([NONE, FULL, SEGMENTS, OUT])
+    write_csv(results, tmp_path / "results.csv")
     with (tmp_path / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["label"] for row in rows] == [line.label for line in lines]
-    for row, line in zip(rows, lines, strict=True):
-        expected = {key: "" if value is None else str(value) for key, value in dataclasses.asdict(line).items()}
-        assert row == expected
+    assert [row["label"] for row in rows] == [row.label for row in results]
+    for written, row in zip(rows, results, strict=True):
+        expected = {key: "" if value is None else str(value) for key, value in dataclasses.asdict(row).items()}
+        assert written == expected
 
 
 def test_the_page_has_both_charts_and_what_the_table_has() -> None:
-    lines = summarize([NONE, FULL, SEGMENTS, OUT])
-    page = sweep_page(lines, "python launch/sweep.py 'sweep.ckpt=[none]' run_dir=<x>", {"train.steps": "12"})
+    results = summarize([NONE, FULL, SEGMENTS, OUT])
+    page = sweep_page(results, "python launch/sweep.py 'sweep.ckpt=[none]' run_dir=<x>", {"train.steps": "12"})
     assert page.count("data-chart role") == 2
     assert "run_dir=&lt;x&gt;" in page and "tried to allocate 9 GiB" in page and "train.steps" in page
     assert f'data-bytes="{128 * MIB}"' in page

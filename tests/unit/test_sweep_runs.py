@@ -17,12 +17,12 @@ import pytest
 
 from dist_ckpt.errors import PlanError
 from dist_ckpt.trainer.exits import ExitCode, record_exit
-from dist_ckpt.trainer.sweep import session as session_module
+from dist_ckpt.trainer.sweep import runner as runner_module
 from dist_ckpt.trainer.sweep.folder import SweepFolder
 from dist_ckpt.trainer.sweep.launch import Terminated, raising_on_sigterm, run
 from dist_ckpt.trainer.sweep.options import Sweep, read_sweep
 from dist_ckpt.trainer.sweep.outcome import CONSOLE, Outcome, Status, outcome_of, store, stored
-from dist_ckpt.trainer.sweep.session import Prediction, Session, predict
+from dist_ckpt.trainer.sweep.runner import Prediction, SweepRunner, predict
 
 TORCHRUN_HAS_SEEN = "  rank      : 1 (local_rank: 1)\n  exitcode  : {code} (pid: 7)\n"
 
@@ -146,18 +146,18 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(session_module, "run", recorder.run)
+    monkeypatch.setattr(runner_module, "run", recorder.run)
     return recorder
 
 
-def session(path: Path, recorder: Recorder, *arguments: str) -> Session:
+def runner(path: Path, recorder: Recorder, *arguments: str) -> SweepRunner:
     sweep: Sweep = read_sweep(["sweep.ckpt=[none,full,first_n]", "sweep.rounds=2", *arguments, f"run_dir={path}"])
-    predictions: dict[Any, Prediction] = {cell: Prediction(1.0, most=1000) for cell in sweep.cells}
-    return Session(sweep, predictions, SweepFolder(path, 0), Path("train.py"), recorder)
+    predictions: dict[Any, Prediction] = {cell: Prediction(1.0, most=1000) for cell in sweep.candidates}
+    return SweepRunner(sweep, predictions, SweepFolder(path, 0), Path("train.py"), recorder)
 
 
 def test_rounds_are_interleaved_and_a_failure_is_not_repeated(tmp_path: Path, recorder: Recorder) -> None:
-    session(tmp_path, recorder).run()
+    runner(tmp_path, recorder).run()
     ran = ["round 1/2  none", "round 1/2  full", "round 1/2  first_n", "round 2/2  full", "round 2/2  none"]
     assert [what for what, _, _ in recorder.told] == ran
     assert [status for _, status, _ in recorder.told] == ["done", "done", "out_of_memory", "done", "done"]
@@ -175,42 +175,42 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path, recorder: Recorder, monkey
             raise KeyboardInterrupt
         return recorder.run(*arguments)
 
-    monkeypatch.setattr(session_module, "run", interrupted)
-    first = session(tmp_path, recorder)
+    monkeypatch.setattr(runner_module, "run", interrupted)
+    first = runner(tmp_path, recorder)
     with pytest.raises(KeyboardInterrupt):
         first.run()
-    assert [line.rounds for line in first.lines()] == [1, 1, 0]
-    monkeypatch.setattr(session_module, "run", recorder.run)
-    second = session(tmp_path, recorder, "sweep.k=[3]")
+    assert [row.rounds for row in first.results()] == [1, 1, 0]
+    monkeypatch.setattr(runner_module, "run", recorder.run)
+    second = runner(tmp_path, recorder, "sweep.k=[3]")
     second.run()
     assert len(recorder.commands) == 3 + 4 and not list(tmp_path.rglob("states"))
     from_before = [what for what, _, was_stored in recorder.told if was_stored]
     assert from_before == ["round 1/2  none", "round 1/2  full", "round 1/2  first_n"]
-    assert [(line.label, line.rounds) for line in second.lines()] == [
+    assert [(row.label, row.rounds) for row in second.results()] == [
         ("none", 2), ("full", 2), ("first_n", 0), ("segments (k=3)", 2),
     ]  # fmt: skip
-    third = session(tmp_path, recorder, "sweep.k=[5,3]")
-    monkeypatch.setattr(session_module, "run", interrupted)
+    third = runner(tmp_path, recorder, "sweep.k=[5,3]")
+    monkeypatch.setattr(runner_module, "run", interrupted)
     recorder.commands[:] = recorder.commands[:3]
     with pytest.raises(KeyboardInterrupt):
         third.run()
-    assert {line.label: line.rounds for line in third.lines()} == {
+    assert {row.label: row.rounds for row in third.results()} == {
         "none": 2, "full": 2, "first_n": 0, "segments (k=3)": 2,
     }, "what was measured before is known before anything new is run"  # fmt: skip
 
 
 def test_the_largest_micro_batch_is_found_by_runs(tmp_path: Path, recorder: Recorder) -> None:
-    one = session(tmp_path, recorder, "sweep.budget_gib=0.1")
+    one = runner(tmp_path, recorder, "sweep.budget_gib=0.1")
     one.run()
-    none, full, failed = one.lines()
+    none, full, failed = one.results()
     assert (none.fit_micro_batch, full.fit_micro_batch, failed.fit_micro_batch) == (10, 51, None)  # of 102.4 MiB
     assert none.fit_samples_per_s == 10 / 4.0 and not none.fit_is_all
     tried = [what for what, _, _ in recorder.told if what.startswith("largest")]
     assert {"largest micro-batch  none  10", "largest micro-batch  none  11"} <= set(tried)
     before = len(recorder.commands)
-    again = session(tmp_path, recorder, "sweep.budget_gib=0.1")
+    again = runner(tmp_path, recorder, "sweep.budget_gib=0.1")
     again.run()
-    assert again.lines() == one.lines() and len(recorder.commands) == before
+    assert again.results() == one.results() and len(recorder.commands) == before
 
 
 def test_a_refused_policy_is_a_result_unless_all_are() -> None:

@@ -202,7 +202,7 @@ def pareto(trades: Sequence[Trade], memory: str = "peak of the heaviest rank") -
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": "beaten by none",
+                "name": "Pareto-optimal",
                 "x": [places[n][0] for n in front],
                 "y": [places[n][1] for n in front],
                 "line": {"color": "$activations", "width": 1.5, "dash": "dot"},

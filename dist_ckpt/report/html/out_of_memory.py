@@ -118,7 +118,7 @@ def _next(record: Record) -> tuple[Part, ...]:
     rows = tuple(
         (
             one["change"],
-            Bytes(one["saving_bytes"]),
+            Bytes(one["freed_bytes"]),
             Bytes(one["saved_bytes"]),
             f"+{one['recomputed']:.1%}".replace("%", " %"),
         )

@@ -36,9 +36,9 @@ class SweepFolder:
     def page(self) -> Path:
         return self.path / "report.html"
 
-    def run(self, cell: str, name: str) -> Path:
+    def run(self, candidate: str, name: str) -> Path:
         """The run folder of one run of a policy."""
-        return self.path / "runs" / cell / name
+        return self.path / "runs" / candidate / name
 
 
 @contextmanager

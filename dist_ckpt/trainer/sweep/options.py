@@ -89,7 +89,7 @@ class SweepOptions(Checked):
 
 
 @dataclass(frozen=True)
-class Cell:
+class Candidate:
     """One policy of a sweep."""
 
     policy: Policy
@@ -98,7 +98,7 @@ class Cell:
     def label(self) -> str:
         """For people: ``segments (k=2)``."""
         if isinstance(self.policy, PerStagePolicy):
-            return f"per_stage [{', '.join(Cell(policy).label for policy in self.policy.per_stage)}]"
+            return f"per_stage [{', '.join(Candidate(policy).label for policy in self.policy.per_stage)}]"
         return described(self.policy.to_dict())
 
     @property
@@ -139,8 +139,8 @@ class Sweep:
     """The training program's own, as typed."""
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
-        return tuple(map(Cell, self.options.policies))
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(map(Candidate, self.options.policies))
 
     @property
     def steps(self) -> int:

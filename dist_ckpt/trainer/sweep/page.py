@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dist_ckpt.report.html.figures import Scale, Trade, lines, pareto, pareto_front
 from dist_ckpt.report.html.page import Bytes, Chart, Fact, Table, render
 from dist_ckpt.trainer.sweep.show import remarks, results_table
-from dist_ckpt.trainer.sweep.summary import Line
+from dist_ckpt.trainer.sweep.summary import ResultRow
 
 
-def sweep_page(results: Sequence[Line], command: str, facts: Mapping[str, str]) -> str:
+def sweep_page(results: Sequence[ResultRow], command: str, facts: Mapping[str, str]) -> str:
     """The page.
 
     Args:
@@ -29,21 +29,21 @@ def sweep_page(results: Sequence[Line], command: str, facts: Mapping[str, str]) 
     )
 
 
-def _u_curve(results: Sequence[Line]) -> Chart | None:
+def _u_curve(results: Sequence[ResultRow]) -> Chart | None:
     """Saved and peak bytes over the length of segments: saved falls with it, and the peak soon rises."""
-    points = sorted((line.k, line) for line in results if line.k is not None and line.saved_bytes is not None)
+    points = sorted((row.k, row) for row in results if row.k is not None and row.saved_bytes is not None)
     if len(points) < 2:
         return None
-    scale = Scale.of([line.peak_bytes or line.saved_bytes for _, line in points])
+    scale = Scale.of([row.peak_bytes or row.saved_bytes for _, row in points])
     curves = {
         name: ([k for k, _ in kept], [scale(nbytes) for _, nbytes in kept])
         for name, field in (("peak", "peak_bytes"), ("saved", "saved_bytes"))
-        if (kept := [(k, nbytes) for k, line in points if (nbytes := getattr(line, field)) is not None])
+        if (kept := [(k, nbytes) for k, row in points if (nbytes := getattr(row, field)) is not None])
     }
     figure = lines(curves, x="blocks a segment (0: no policy)", y=scale.unit, height=380)
     axis = {**figure["layout"]["xaxis"], "tickvals": [k for k, _ in points]}
     counted = ", ".join(str(k) for k, _ in points)
-    rows = tuple((k, Bytes(line.saved_bytes), Bytes(line.peak_bytes)) for k, line in points)
+    rows = tuple((k, Bytes(row.saved_bytes), Bytes(row.peak_bytes)) for k, row in points)
     return Chart(
         title="Memory over the length of segments",
         summary=f"Saved and peak bytes of the heaviest rank for segments of {counted} blocks",
@@ -52,7 +52,7 @@ def _u_curve(results: Sequence[Line]) -> Chart | None:
     )
 
 
-def _trade(results: Sequence[Line]) -> Chart | None:
+def _trade(results: Sequence[ResultRow]) -> Chart | None:
     """Peak against step time."""
     trades = [Trade(one.label, one.step_s, one.peak_bytes) for one in results if one.step_s and one.peak_bytes]
     if len(trades) < 2:
@@ -67,24 +67,24 @@ def _trade(results: Sequence[Line]) -> Chart | None:
         title="Memory against time",
         summary=f"Peak of the heaviest rank against step time of {len(trades)} policies",
         figure=pareto(trades),
-        table=Table("peak against step time", ("policy", "peak", "step ms", "beaten by no other"), rows),
+        table=Table("peak against step time", ("policy", "peak", "step ms", "Pareto-optimal"), rows),
         note=f"Without a point: {', '.join(left_out)}." if left_out else "",
     )
 
 
-def _highlights(results: Sequence[Line]) -> list[Fact]:
-    done = [line for line in results if line.step_s is not None]
+def _highlights(results: Sequence[ResultRow]) -> list[Fact]:
+    done = [row for row in results if row.step_s is not None]
     if not done:
         return []
-    fastest = min(done, key=lambda line: line.step_s or 0.0)
+    fastest = min(done, key=lambda row: row.step_s or 0.0)
     found = [Fact("fastest", fastest.label, f"{1000 * (fastest.step_s or 0):,.0f} ms a step")]
-    if measured := [line for line in done if line.peak_bytes is not None]:
-        smallest = min(measured, key=lambda line: line.peak_bytes or 0)
+    if measured := [row for row in done if row.peak_bytes is not None]:
+        smallest = min(measured, key=lambda row: row.peak_bytes or 0)
         found.append(Fact("least memory", smallest.label, f"peak {Bytes(smallest.peak_bytes).text}"))
-        densest = max(measured, key=lambda line: line.samples_per_s_per_gib or 0.0)
+        densest = max(measured, key=lambda row: row.samples_per_s_per_gib or 0.0)
         found.append(Fact("most samples/s/GiB", densest.label, f"{densest.samples_per_s_per_gib or 0:,.1f}"))
-    if fitting := [line for line in done if line.fit_samples_per_s is not None]:
-        best = max(fitting, key=lambda line: line.fit_samples_per_s or 0.0)
+    if fitting := [row for row in done if row.fit_samples_per_s is not None]:
+        best = max(fitting, key=lambda row: row.fit_samples_per_s or 0.0)
         note = f"{best.fit_samples_per_s or 0:,.1f} samples/s with micro-batches of {best.fit_micro_batch}"
         found.append(Fact("most samples/s within the budget", best.label, note))
     return found

@@ -1,4 +1,4 @@
-"""A sweep's lines as a table, a file, and on the console while it runs."""
+"""A sweep's results as a table, a file, and on the console while it runs."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from rich.table import Table as RichTable
 
 from dist_ckpt.report.html.page import Bytes, Cell, Table, in_bytes
 from dist_ckpt.trainer.sweep.outcome import Outcome, Status
-from dist_ckpt.trainer.sweep.summary import Line, step_median_s
+from dist_ckpt.trainer.sweep.summary import ResultRow, step_median_s
 
 NO_VALUE: tuple[Cell, ...] = (None, "-")
 
 
-def results_table(lines: Sequence[Line]) -> Table:
+def results_table(results: Sequence[ResultRow]) -> Table:
     """A row a policy; columns that say nothing about any of them are left out."""
     columns: list[tuple[str, list[Cell]]] = [
-        ("policy", [line.label for line in lines]),
-        ("saved", [Bytes(line.saved_bytes) for line in lines]),
-        ("peak", [Bytes(line.peak_bytes) for line in lines]),
-        ("step ms", [_ms(line.step_s) for line in lines]),
-        ("half within", [_quartiles(line) for line in lines]),
-        ("time ÷ none", [_ratio(line.slowdown) for line in lines]),
-        ("FLOPs ÷ none", [_ratio(line.flops_ratio) for line in lines]),
-        ("samples/s", [line.samples_per_s for line in lines]),
-        ("samples/s/GiB", [line.samples_per_s_per_gib for line in lines]),
-        ("loss = none", [_loss(line) for line in lines]),
-        ("largest micro-batch", [_largest(line) for line in lines]),
-        ("samples/s there", [line.fit_samples_per_s for line in lines]),
-        ("outcome", ["-" if line.status is Status.done else str(line.status) for line in lines]),
+        ("policy", [row.label for row in results]),
+        ("saved", [Bytes(row.saved_bytes) for row in results]),
+        ("peak", [Bytes(row.peak_bytes) for row in results]),
+        ("step ms", [_ms(row.step_s) for row in results]),
+        ("interquartile range", [_quartiles(row) for row in results]),
+        ("time ÷ none", [_ratio(row.slowdown) for row in results]),
+        ("FLOPs ÷ none", [_ratio(row.flops_ratio) for row in results]),
+        ("samples/s", [row.samples_per_s for row in results]),
+        ("samples/s/GiB", [row.samples_per_s_per_gib for row in results]),
+        ("loss = none", [_loss(row) for row in results]),
+        ("largest micro-batch", [_largest(row) for row in results]),
+        ("samples/s there", [row.fit_samples_per_s for row in results]),
+        ("outcome", ["-" if row.status is Status.done else str(row.status) for row in results]),
     ]
     told = [(name, cells) for name, cells in columns if not all(_is_empty(cell) for cell in cells)]
     rows = tuple(zip(*(cells for _, cells in told), strict=True))
     return Table("policies", tuple(name for name, _ in told), rows)
 
 
-def remarks(lines: Sequence[Line]) -> tuple[str, ...]:
+def remarks(results: Sequence[ResultRow]) -> tuple[str, ...]:
     """What the table cannot say: why runs failed, what is missing to compare with, what was not recorded."""
-    said = [f"{line.label}: {line.status}: {line.reason}" for line in lines if line.status is not Status.done]
-    done = [line for line in lines if line.rounds]
-    if done and all(line.slowdown is None for line in done):
+    said = [f"{row.label}: {row.status}: {row.reason}" for row in results if row.status is not Status.done]
+    done = [row for row in results if row.rounds]
+    if done and all(row.slowdown is None for row in done):
         said.append("without a run of none (sweep.ckpt=[none,…], sweep.k=[0,…]) there is nothing to compare with")
-    if unknown := [line.label for line in done if line.peak_bytes is None]:
+    if unknown := [row.label for row in done if row.peak_bytes is None]:
         said.append(f"no peak was recorded for {', '.join(unknown)}")
     return tuple(said)
 
 
-def write_csv(lines: Sequence[Line], path: Path) -> None:
-    """Every figure of every line, unrounded: bytes and seconds."""
-    names = [field.name for field in dataclasses.fields(Line)]
+def write_csv(results: Sequence[ResultRow], path: Path) -> None:
+    """Every figure of every row, unrounded: bytes and seconds."""
+    names = [field.name for field in dataclasses.fields(ResultRow)]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
-        writer.writerows(dataclasses.asdict(line) for line in lines)
+        writer.writerows(dataclasses.asdict(row) for row in results)
 
 
 class SweepConsole:
@@ -97,9 +97,9 @@ class SweepConsole:
             self._progress.update(self._task, completed=self._done)
         self.say(f"{what}: {_told(outcome)}{' (from before)' * was_stored}")
 
-    def table(self, lines: Sequence[Line]) -> None:
+    def table(self, results: Sequence[ResultRow]) -> None:
         """Prints the results; numbers are never cut short."""
-        table = results_table(lines)
+        table = results_table(results)
         shown = RichTable(title=f"{table.caption}, {table.unit or 'MiB'}", box=box.SIMPLE_HEAD, title_justify="left")
         for column, name in enumerate(table.columns):
             widest = max(len(name), *(len(table.shown(row[column])) for row in table.rows))
@@ -107,7 +107,7 @@ class SweepConsole:
         for row in table.rows:
             shown.add_row(*map(table.shown, row))
         self._console.print(shown, crop=False)
-        for remark in remarks(lines):
+        for remark in remarks(results):
             self.say(remark)
 
 
@@ -126,21 +126,21 @@ def _ms(seconds: float | None) -> Cell:
     return None if seconds is None else 1000 * seconds
 
 
-def _quartiles(line: Line) -> str:
-    if line.step_low_s is None or line.step_high_s is None:
+def _quartiles(row: ResultRow) -> str:
+    if row.step_low_s is None or row.step_high_s is None:
         return "-"
-    return f"{1000 * line.step_low_s:,.0f}–{1000 * line.step_high_s:,.0f}"
+    return f"{1000 * row.step_low_s:,.0f}–{1000 * row.step_high_s:,.0f}"
 
 
 def _ratio(value: float | None) -> Cell:
     return None if value is None else f"{value:.3f}"
 
 
-def _loss(line: Line) -> str:
-    if line.loss_difference is None:
+def _loss(row: ResultRow) -> str:
+    if row.loss_difference is None:
         return "-"
-    return "bitwise" if line.loss_difference == 0 else f"within {line.loss_difference:.1e}"
+    return "bitwise" if row.loss_difference == 0 else f"within {row.loss_difference:.1e}"
 
 
-def _largest(line: Line) -> Cell:
-    return f"≥ {line.fit_micro_batch}" if line.fit_is_all else line.fit_micro_batch
+def _largest(row: ResultRow) -> Cell:
+    return f"≥ {row.fit_micro_batch}" if row.fit_is_all else row.fit_micro_batch

@@ -1,4 +1,4 @@
-"""What the runs of a sweep say together: one line a policy."""
+"""What the runs of a sweep say together: one row a policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Line:
+class ResultRow:
     """One policy. None where there is nothing to say: the policy failed, or ``none`` is not there to compare with."""
 
     label: str
@@ -64,10 +64,10 @@ class Line:
     fit_samples_per_s: float | None = None
 
 
-def summarize(cells: Sequence[Measured]) -> tuple[Line, ...]:
-    """One line a policy that has been run, in order."""
-    base = next((cell for cell in cells if cell.k == 0 and 1 in cell.rounds and cell.rounds[1].is_done), None)
-    return tuple(_line(cell, base) for cell in cells if cell.rounds)
+def summarize(measured: Sequence[Measured]) -> tuple[ResultRow, ...]:
+    """One row a policy that has been run, in order."""
+    base = next((one for one in measured if one.k == 0 and 1 in one.rounds and one.rounds[1].is_done), None)
+    return tuple(_row(one, base) for one in measured if one.rounds)
 
 
 def step_median_s(outcome: Outcome) -> float:
@@ -75,19 +75,19 @@ def step_median_s(outcome: Outcome) -> float:
     return statistics.median(outcome.step_s)
 
 
-def _line(cell: Measured, base: Measured | None) -> Line:
-    outcomes = tuple(cell.rounds.values())
+def _row(one: Measured, base: Measured | None) -> ResultRow:
+    outcomes = tuple(one.rounds.values())
     done = [outcome for outcome in outcomes if outcome.is_done]
     end = next((outcome for outcome in outcomes if not outcome.is_done), outcomes[0])
     if not done:
-        return Line(cell.label, cell.k, end.status, end.reason, 0, flops_ratio=cell.flops_ratio)
+        return ResultRow(one.label, one.k, end.status, end.reason, 0, flops_ratio=one.flops_ratio)
     times = [seconds for outcome in done for seconds in outcome.step_s]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    peak, rate = done[0].peak_bytes, cell.samples / middle
-    size = cell.fit.micro_batch if cell.fit is not None else None
-    return Line(
-        label=cell.label,
-        k=cell.k,
+    peak, rate = done[0].peak_bytes, one.samples / middle
+    size = one.fit.micro_batch if one.fit is not None else None
+    return ResultRow(
+        label=one.label,
+        k=one.k,
         status=end.status,
         reason=end.reason,
         rounds=len(done),
@@ -96,14 +96,14 @@ def _line(cell: Measured, base: Measured | None) -> Line:
         step_s=middle,
         step_low_s=low,
         step_high_s=high,
-        slowdown=_slowdown(cell.rounds, base.rounds) if base is not None else None,
-        flops_ratio=cell.flops_ratio,
+        slowdown=_slowdown(one.rounds, base.rounds) if base is not None else None,
+        flops_ratio=one.flops_ratio,
         samples_per_s=rate,
         samples_per_s_per_gib=rate * GIB / peak if peak else None,
         loss_difference=_loss_difference(done, base.rounds[1]) if base is not None else None,
         fit_micro_batch=size,
-        fit_is_all=cell.fit is not None and cell.fit.is_all,
-        fit_samples_per_s=cell.trial_samples[size] / step_median_s(cell.trials[size]) if size else None,
+        fit_is_all=one.fit is not None and one.fit.is_all,
+        fit_samples_per_s=one.trial_samples[size] / step_median_s(one.trials[size]) if size else None,
     )
 
 
