@@ -94,7 +94,8 @@ def test_the_table_says_what_the_lines_say() -> None:
     cells = {row[0]: dict(zip(table.columns, map(table.shown, row), strict=True)) for row in table.rows}
     assert cells["segments (k=2)"] == {
         "policy": "segments (k=2)", "saved": "64.000", "peak": "128.000", "step ms": "600.0",
-        "interquartile range": "400–600", "time ÷ none": "1.750", "FLOPs ÷ none": "1.250", "samples/s": "13.33", "samples/s/GiB": "106.7",
+        "interquartile range": "400–600", "time ÷ none": "1.750",
+        "FLOPs ÷ none": "1.250", "samples/s": "13.33", "samples/s/GiB": "106.7",
         "loss = none": "within 1.0e-06", "largest micro-batch": "6", "samples/s there": "30.00", "outcome": "-",
     }  # fmt: skip
     assert cells["none"]["loss = none"] == "bitwise" and cells["none"]["largest micro-batch"] == "-"
