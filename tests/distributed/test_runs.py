@@ -21,6 +21,7 @@ from dist_ckpt.trainer.config import load_config
 from dist_ckpt.trainer.data import build_data, micro_batch
 from dist_ckpt.trainer.job import Job
 from dist_ckpt.trainer.loop import Loop
+from dist_ckpt.trainer.memory_limit import limit_memory
 from dist_ckpt.trainer.process import Place
 from dist_ckpt.trainer.run_folder import RunFolder
 from tests.distributed.runs import TINY, StopsAfter, run_here, trajectory
@@ -145,7 +146,8 @@ def resumed_options(rank: int, world: int, run_dir: str, arguments: list[str]) -
     text = io.StringIO()
     console = Console(4, rich=RichConsole(file=text, soft_wrap=True, highlight=False))
     folder, stops = RunFolder(Path(run_dir)), StopsAfter(rank, None)
-    loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, stops)  # type: ignore[arg-type]
+    limit = limit_memory(config, job.device)
+    loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, stops, limit)  # type: ignore[arg-type]
     loop.resume(restarted=False)
     assert (loop.step, loop.position) == (2, 8)
     said = [line for line in text.getvalue().splitlines(keepends=True) if line.startswith("changed")]
