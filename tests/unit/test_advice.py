@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -209,8 +210,8 @@ def test_a_peak_with_few_activations_is_no_case_for_recompute(phase: str, where:
         held("recompute", 3, "layers.0"),
     )
     text, gain = about(advised([profile_of(few, phase=phase)], run_of("full")), "recompute cannot save more")
-    assert f"only 9% of the peak, which is in {where}: recompute cannot save more than 9.000 MiB" in text
-    assert "first lower the optimizer's state" in text and "60.000 MiB" in text
+    assert f"only 9% of the peak, in {where}: recompute cannot save more than 9.000 MiB" in text
+    assert "first lower the optimizer's state (engine=fsdp2, more ranks)" in text and "60.000 MiB" in text
     assert gain is None
     more = (*few, held("activations", 2, "layers.1"))
     assert not any("cannot save more" in text for text, _ in advised([profile_of(more)], run_of("full")))
@@ -320,6 +321,20 @@ def test_what_is_accounted_is_not_called_a_peak() -> None:
     assert "80% of what is accounted for)" in found.text
 
 
+def test_stages_that_are_uneven_alike_are_one_advice() -> None:
+    more = {1: 30, 5: 40, 9: 35}
+    steps = [
+        profile_of((*QUIET, held("activations", more.get(rank, 0), "layers.0")), rank=rank, stage=rank // 4)
+        for rank in range(12)
+    ]
+    text, gain = about(advised(steps, run_of(engine_stages=3)), "micro-batches of the same rows")
+    assert text.startswith("the memory of rank 5 is 140.000 MiB, 40% above the other ranks of stage 1")
+    assert "most of it activations (likewise ranks 1,9, in other stages)" in text and gain == 40 * MIB
+    holds = [*steps[:11], profile_of((*QUIET, held("unattributed", 30)), rank=11, stage=2)]
+    found = advised([one for one in holds if one.rank != 9], run_of(engine_stages=3))
+    assert "rank 5" in about(found, "same rows")[0] and "rank 11" in about(found, "holds on to")[0]
+
+
 def pipeline(first: float, kind: Kind = "activations") -> list[StepProfile]:
     """Two stages of two ranks; the first holds more of one kind."""
     return [
@@ -381,3 +396,41 @@ def test_the_largest_gain_comes_first_and_what_is_no_matter_of_bytes_last() -> N
     kept = (held("optimizer", 80), held("unattributed", 12, source="a"), held("unattributed", 15, source="b"))
     gains = [gain for _, gain in advised([profile_of(kept)], run_of())]
     assert gains == [15 * MIB, 12 * MIB, None]
+
+
+KEYS = re.compile(r"(train|model|ckpt|engine|report|data|sweep)(\.\w+)?=|\b(train|report|engine)\.\w|launch/")
+
+
+def test_anybodys_own_loop_is_told_no_key_of_ours() -> None:
+    one = memory_of(profile_of(QUIET))
+    whole = [held("unsharded", 20, f"{name}.attention.wq") for name in BLOCKS]
+    uneven = [profile_of((*QUIET, held("activations", 60 * (rank == 1), "layers.0")), rank, rank) for rank in (0, 1)]
+    found = [
+        *(text for kind in KINDS for text, _ in advised([profile_of([held(kind, 100, "layers.0")])])),
+        *(text for stage in (0, 1) for text, _ in advised([replace(p, rank=1 - p.rank, stage=stage) for p in uneven])),
+        *(
+            text
+            for mode in ("none", "full", "segments", "selective")
+            for text, _ in advised(
+                [profile_of((*QUIET, *whole, held("recompute" if mode != "none" else "activations", 300, "layers.0")))],
+                RunFacts(plan=replace(segments(4), policy={"mode": mode})),
+            )
+        ),
+        *(text for text, _ in advised([profile_of((*QUIET, *whole))], RunFacts(plan=segments(4)))),
+        *(text for text, _ in advised(uneven, RunFacts(plan=Plan(stages=(("layers.0",), ("layers.1",)))))),
+        *(text for text, _ in advised([profile_of(foreach("aten::_foreach_sqrt"), phase="optimizer")])),
+        *(text for text, _ in advised([profile_of(logits(40))])),
+        *(a.text for a in advice(MemoryReport(3, (replace(one, live=one.live + 20 * MIB),)), (), RunFacts())),  # type: ignore[operator]
+    ]
+    assert [text for text in found if KEYS.search(text)] == []
+    said = "\n".join(found)
+    words = (
+        "recompute cannot",
+        "MemoryMeter.profile()",
+        "blocks keep for backward",
+        "compute again",
+        "above the next",
+        "unsharded blocks at once",
+    )
+    for rule in words:
+        assert rule in said, rule

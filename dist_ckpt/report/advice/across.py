@@ -53,7 +53,8 @@ def _needless(view: View) -> Iterator[Advice]:
     if without <= limit and saved_flops >= LESS_COMPUTE:
         yield Advice(
             f"there is room to recompute nothing: the peak would be about {size(without)} of "
-            f"{size(limit / ROOM)}, and an update would need up to {saved_flops:.0%} less compute: ckpt=none",
+            f"{size(limit / ROOM)}, and an update would need up to {saved_flops:.0%} less compute: "
+            f"{run.either('ckpt=none', 'no policy')}",
             None,
         )
 
@@ -106,7 +107,13 @@ def _fragmented(view: View) -> Iterator[Advice]:
 
 
 def _uneven_ranks(view: View) -> Iterator[Advice]:
-    for stage in sorted({r.stage for r in view.report.ranks}, key=lambda s: -1 if s is None else s):
+    """Ranks far above those that do the same work; stages in which the same is to be done stand together."""
+    remedies: dict[str, str] = {
+        "unattributed": "something there holds on to tensors",
+        **dict.fromkeys(STATES, "it holds more of the model than the others"),
+    }
+    found: dict[str, list[tuple[float, RankMemory, float, str]]] = defaultdict(list)
+    for stage in {r.stage for r in view.report.ranks}:
         ranks = [r for r in view.report.ranks if r.stage == stage]
         heaviest = max(ranks, key=view.peak_of)
         others = [r for r in ranks if r is not heaviest]
@@ -117,15 +124,16 @@ def _uneven_ranks(view: View) -> Iterator[Advice]:
         if more < UNEVEN * view.peak_of(heaviest) or not usual:
             continue
         kind = _differing(view, heaviest, min(others, key=lambda r: abs(view.peak_of(r) - usual)))
-        remedies: dict[str, str] = {
-            "unattributed": "something there holds on to tensors",
-            **dict.fromkeys(STATES, "it holds more of the model than the others"),
-        }
         remedy = remedies.get(kind, "give every rank micro-batches of the same rows and tokens")
-        here = f" of stage {stage}" if stage is not None else ""
+        found[remedy].append((more, heaviest, usual, kind))
+    for remedy, uneven in found.items():
+        more, heaviest, usual, kind = max(uneven, key=lambda one: one[0])
+        here = f" of stage {heaviest.stage}" if heaviest.stage is not None else ""
+        rest = sorted(rank.rank for _, rank, _, _ in uneven if rank is not heaviest)
+        alike = f" (likewise {ranks_named(rest)}, in other stages)" if rest else ""
         yield Advice(
             f"the memory of rank {heaviest.rank} is {size(view.peak_of(heaviest))}, {more / usual:.0%} above the other "
-            f"ranks{here} ({size(usual)}), most of it {kind}: {remedy}",
+            f"ranks{here} ({size(usual)}), most of it {kind}{alike}: {remedy}",
             int(more),
         )
 
@@ -143,13 +151,15 @@ def _uneven_stages(view: View) -> Iterator[Advice]:
     )
     modes, at_peak = list(view.run.modes), view.at_peak_of(heaviest)
     stronger = STRONGER.get(modes[heaviest.stage]) if heaviest.stage < len(modes) else None
+    move = view.run.either("engine.partition moves blocks to other stages", "move blocks to other stages")
     if at_peak["activations"] + at_peak.get("recompute", 0) < gain:
-        yield Advice(f"{what}: engine.partition moves blocks to other stages", gain)
+        yield Advice(f"{what}: {move}", gain)
     elif stronger is None:
-        yield Advice(f"{what}: engine.partition moves blocks to other stages, which have room", gain)
+        yield Advice(f"{what}: {move}, which have room", gain)
     else:
         modes[heaviest.stage] = stronger
-        yield Advice(f"{what}: 'ckpt.per_stage=[{','.join(modes)}]' recomputes more where it counts", gain)
+        key = view.run.either(f"'ckpt.per_stage=[{','.join(modes)}]'", f"the policy {stronger!r} there")
+        yield Advice(f"{what}: {key} recomputes more where it counts", gain)
 
 
 def _unattributed(view: View) -> Iterator[Advice]:
@@ -169,9 +179,9 @@ def _unattributed(view: View) -> Iterator[Advice]:
             most,
         )
     if not view.profiles and view.matters(unknown := view.rank.unattributed or 0):
+        deep = view.run.either("report.profile_step=N", "MemoryMeter.profile()")
         yield Advice(
-            f"{view.of_peak(unknown)} is owned by nothing that is known{view.where}: report.profile_step=N names what "
-            "holds it",
+            f"{view.of_peak(unknown)} is owned by nothing that is known{view.where}: {deep} names what holds it",
             unknown,
         )
 

@@ -12,19 +12,23 @@ from dist_ckpt.report.advice.view import LARGE, STRONGER, Advice, View, by_sourc
 FEW_ACTIVATIONS = 0.10
 """Of the peak: with fewer activations than a tenth, recomputing all of them would hardly be noticed."""
 
-_WHAT_LOWERS: dict[Kind, str] = {
-    "params": "parameters (engine=fsdp2, more ranks)",
-    "grads": "gradients (engine=fsdp2, more ranks)",
-    "optimizer": "the optimizer's state (engine=fsdp2, more ranks)",
-    "activations": "train.micro_batch",
-    "recompute": "train.micro_batch",
-    "unsharded": "unsharded parameters (smaller blocks, fewer of them in a segment)",
-    "communication": "communication buffers (reduce_bucket_size of DeepSpeed; FSDP's are as large as what it "
-    "shards as one, embedding and head among it)",
-    "temporary": "temporary results (train.micro_batch, model.loss=chunked)",
-    "buffers": "the model's buffers",
-    "unattributed": "what nobody owns",
+_SHARDED = ("engine=fsdp2, more ranks", "FSDP2 or ZeRO, more ranks")
+_FEWER_ROWS = ("train.micro_batch", "smaller micro-batches")
+_ALIKE = "smaller blocks, fewer of them in a segment"
+_BUCKETS = "DeepSpeed: reduce_bucket_size; FSDP: what is sharded as one"
+_WHAT_LOWERS: dict[Kind, tuple[str, tuple[str, str] | None]] = {
+    "params": ("parameters", _SHARDED),
+    "grads": ("gradients", _SHARDED),
+    "optimizer": ("the optimizer's state", _SHARDED),
+    "activations": ("activations", _FEWER_ROWS),
+    "recompute": ("what is computed again", _FEWER_ROWS),
+    "unsharded": ("unsharded parameters", (_ALIKE, _ALIKE)),
+    "communication": ("communication buffers", (_BUCKETS, _BUCKETS)),
+    "temporary": ("temporary results", ("train.micro_batch, model.loss=chunked", f"{_FEWER_ROWS[1]}, loss in pieces")),
+    "buffers": ("the model's buffers", None),
+    "unattributed": ("what nobody owns", None),
 }
+"""What to lower, and how: with keys of the training program, and in words."""
 
 LOSS_PIECES = 8
 """Into which a loss is advised to be cut: an eighth of the logits is left, and each piece is still a large product."""
@@ -135,11 +139,12 @@ def _whole_blocks(view: View) -> Iterator[Advice]:
     # Two are there in any case: the one at work, and the next one, which is fetched ahead.
     gain = nbytes * (count - 2) // max(count, 1)
     if view.matters(gain):
-        half = f"ckpt.k={run.segment // 2} has fewer of them, " if run.segment > 3 else ""
+        k = run.segment // 2
+        half = f"{run.either(f'ckpt.k={k}', f'segments of {k}')} has fewer of them, " if run.segment > 3 else ""
+        full = run.either("ckpt=full", "the policy 'full'")
         yield Advice(
             f"segments of {run.segment} blocks hold {count} unsharded blocks at once, "
-            f"{view.of_peak(nbytes)}{view.where}: {half}ckpt=full has one or two and keeps each block's "
-            "input",
+            f"{view.of_peak(nbytes)}{view.where}: {half}{full} has one or two and keeps each block's input",
             gain,
         )
 
@@ -154,9 +159,11 @@ def _few_activations(view: View) -> Iterator[Advice]:
         return
     kind = max(KINDS, key=lambda k: profile.at_peak[k])
     limit = f"save more than {size(nbytes)}" if nbytes else "lower it"
+    what, how = _WHAT_LOWERS[kind]
+    by = f" ({view.run.either(*how)})" if how is not None else ""
     yield Advice(
-        f"activations are only {nbytes / view.peak:.0%} of the peak{view.where}, which is in the {_moment(profile)}: "
-        f"recompute cannot {limit}, so first lower {_WHAT_LOWERS[kind]}: {view.of_peak(profile.at_peak[kind])}",
+        f"activations are only {nbytes / view.peak:.0%} of the peak{view.where}, in the {_moment(profile)}: "
+        f"recompute cannot {limit}; first lower {what}{by}: {view.of_peak(profile.at_peak[kind])}",
         None,
     )
 
@@ -176,16 +183,15 @@ def _policy_that_keeps_less(view: View) -> Iterator[Advice]:
     gain = _gain(profile, nbytes * (pieces - 1) / pieces, _lifetimes(profile, view.blocks))
     if stronger is None or gain < LARGE * view.peak or view.uneven_stages is not None:
         return
-    what = f"{view.of_peak(nbytes)}{view.where}, with ckpt={mode}"
+    what = f"{view.of_peak(nbytes)}{view.where}, with {run.either(f'ckpt={mode}', f'the policy {mode!r}')}"
     if kind == "recompute":
         key = _policy(view, "nested", {"k": "1", "inner": "[attention,mlp]"} if mode == "full" else {})
-        text = f"what blocks compute again is {what}: {key} does it in smaller pieces, and recomputes more"
+        text = f"what blocks compute again is {what}: {key} does it in smaller pieces"
     else:
-        less = (
-            "keeps less, ckpt=full only the blocks' inputs" if stronger != "full" else "keeps only the blocks' inputs"
-        )
+        full = run.either("ckpt=full", "'full'")
+        less = f"keeps less, {full} only the blocks' inputs" if stronger != "full" else "keeps only the blocks' inputs"
         text = f"what blocks keep for backward is {what}: {_policy(view, stronger)} {less}"
-    yield Advice(f"{text}; launch/sweep.py measures what each policy costs", gain)
+    yield Advice(f"{text}{run.either('; launch/sweep.py compares their costs', '')}", gain)
 
 
 def _lifetimes(profile: StepProfile, modules: Iterable[str]) -> list[tuple[float, float]]:

@@ -11,7 +11,7 @@ from dist_ckpt.plan import Plan
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as its folder tells it. Empty for anybody's own loop, whose advice then names no key of ours."""
+    """A run as its folder tells it. Without ``config``, for anybody's own loop, advice names no key of ours."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     """``config.yaml`` as data."""
@@ -32,9 +32,13 @@ class RunFacts:
         """``fsdp2``; None for anybody's own loop."""
         return self.get("engine.name")
 
+    def either(self, keys: str, words: str) -> str:
+        """What is to be done: with keys of the training program, or in words for anybody's own loop."""
+        return words if self.engine is None else keys
+
     @property
     def stages(self) -> int:
-        return self.get("engine.stages") or 1
+        return self.get("engine.stages") or (len(self.plan.stages) if self.plan is not None else 0) or 1
 
     @property
     def accumulates(self) -> bool:
