@@ -76,6 +76,17 @@ def _visit(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple
                 yield from _visit(_join(name, child), unwrap(inside), seen)
 
 
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """All modules with the names that the plain model gives them; wrappers have the name of what they wrap."""
+    names: dict[nn.Module, str] = {}
+    while is_replicated(model):
+        names[model] = ""
+        model = model.module  # type: ignore[assignment]
+    for prefix, module in model.named_modules():
+        names.setdefault(module, unwrapped_name(prefix))
+    return names
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """``model.named_parameters()`` under the names that the plain model has."""
     seen: set[nn.Parameter] = set()

@@ -12,7 +12,7 @@ _MAX_ENTRIES = 1_000_000
 """Allocations and frees that are kept: the last ones."""
 
 
-def given_out(device: torch.device) -> list[tuple[int, int]]:
+def allocated_blocks(device: torch.device) -> list[tuple[int, int]]:
     """(address, bytes) of all that the device's allocator has given out; nothing on the CPU, which keeps no list.
 
     Bytes are those of whole blocks, as in the profiler's events and in ``memory_allocated`` (c10/cuda/

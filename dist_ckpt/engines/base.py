@@ -172,7 +172,7 @@ class Engine(ABC):
 
     @abstractmethod
     def owners(self) -> Iterable[Owner]:
-        """(category, name, local tensor) of all lasting memory."""
+        """(kind, name, local tensor) of all lasting memory."""
 
     @abstractmethod
     def training_state(self) -> StateSource:

@@ -165,8 +165,8 @@ class PipelineEngine(ToldEngine):
         return total / max(feed.tokens, 1)
 
     def owners(self) -> Iterator[Owner]:
-        for category, name, tensor in owners_of(self.deepspeed, None):
-            yield category, name.removeprefix("model."), tensor
+        for kind, name, tensor in owners_of(self.deepspeed, None):
+            yield kind, name.removeprefix("model."), tensor
 
     def close(self) -> None:
         compat.close(self.deepspeed)

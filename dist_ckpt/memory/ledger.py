@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, get_args
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_ckpt.compat import fsdp, zero
 from dist_ckpt.compat.torch import local_tensor
+from dist_ckpt.memory.profile.step_profile import Kind
 from dist_ckpt.memory.storages import Storages
 from dist_ckpt.names import is_replicated, named_parameters, unwrapped_name
 
@@ -20,11 +21,21 @@ buckets, unsharded copies, what a pipeline exchanges."""
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
+CATEGORY_OF: Mapping[Kind, Category] = {
+    "params": "params",
+    "grads": "grads",
+    "optimizer": "optimizer",
+    "unsharded": "other",
+    "buffers": "other",
+    "communication": "other",
+}
+"""The kinds that have owners."""
+
 _FLAT = "_flat_param"
 """What FSDP1 calls the parameter in which it has put those of a unit."""
 
-Owner = tuple[Category, str, Tensor]
-"""(category, name as in the plain model, this rank's tensor)."""
+Owner = tuple[Kind, str, Tensor]
+"""(one of the kinds of :data:`CATEGORY_OF`, name as in the plain model, this rank's tensor)."""
 
 
 def owners_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
@@ -34,6 +45,9 @@ def owners_of(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
     """
     yield from resident_of(model)
     yield from _grads(model)
+    for module in model.modules():
+        for name, tensor in fsdp.fsdp2_buffers(module):
+            yield "communication", name, tensor
     if zero.is_engine(model):
         yield from _of_deepspeed(model)
     else:
@@ -52,25 +66,25 @@ def resident_of(model: nn.Module) -> Iterator[Owner]:
             name = unwrapped_name(f"{prefix}.{_FLAT}")
             yield "params", name, fsdp.fsdp1_shard(flat)
             for copy in fsdp.fsdp1_copies(flat):
-                yield "other", f"{name} (unsharded)", copy
+                yield "unsharded", name, copy
         for name, _, shard in fsdp.fsdp2_shards(module):
             yield "params", unwrapped_name(name), shard
         for name, copy in fsdp.fsdp2_copies(module):
             views.add(id(copy))  # while it is whole, it takes the place of the shard in its module
-            yield "other", f"{unwrapped_name(name)} (unsharded)", copy
+            yield "unsharded", unwrapped_name(name), copy
         for name, parameter in module._parameters.items():
             if parameter is None or parameter is flat:
                 continue
             name = unwrapped_name(f"{prefix}.{name}")
-            category: Category = "other" if id(parameter) in views else "params"
+            kind: Kind = "unsharded" if id(parameter) in views else "params"
             if zero.is_partitioned(parameter):
-                category = "other"
+                kind = "unsharded"
                 for shard in zero.shards(parameter):
                     yield "params", name, shard
-            yield category, name, local_tensor(parameter)
+            yield kind, name, local_tensor(parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                yield "other", unwrapped_name(f"{prefix}.{name}"), local_tensor(buffer)
+                yield "buffers", unwrapped_name(f"{prefix}.{name}"), local_tensor(buffer)
 
 
 def _grads(model: nn.Module) -> Iterator[Owner]:
@@ -102,9 +116,9 @@ def _of_deepspeed(engine: nn.Module) -> Iterator[Owner]:
     for name, tensor in zero.states(optimizer):
         yield "optimizer", name, tensor
     for name, tensor in zero.buckets(optimizer):
-        yield "other", name, tensor
+        yield "communication", name, tensor
     for name, tensor in zero.pipe_buffers(engine) if zero.is_pipeline(engine) else ():
-        yield "other", name, tensor
+        yield "communication", name, tensor
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Owner]:
@@ -128,6 +142,8 @@ def ledger(owners: Iterable[Owner]) -> dict[Category, int]:
     found = list(owners)
     storages = Storages()
     return {
-        category: sum(storages.add(t) for kind, _, t in found if kind == category and t.device.type != "meta")
+        category: sum(
+            storages.add(t) for kind, _, t in found if CATEGORY_OF[kind] == category and t.device.type != "meta"
+        )
         for category in CATEGORIES
     }

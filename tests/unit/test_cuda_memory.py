@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt.compat.cuda_memory import given_out, history_written
+from dist_ckpt.compat.cuda_memory import allocated_blocks, history_written
 
 CUDA = torch.device("cuda", 1)
 
@@ -22,8 +22,8 @@ def test_blocks_lie_one_after_the_other_in_their_segment(monkeypatch: pytest.Mon
         {"device": 1, "address": 4096, "blocks": blocks("active_allocated", "inactive", "active_allocated")},
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
-    assert given_out(CUDA) == [(4096, 512), (4096 + 512 + 1024, 1536)]
-    assert given_out(torch.device("cpu")) == []
+    assert allocated_blocks(CUDA) == [(4096, 512), (4096 + 512 + 1024, 1536)]
+    assert allocated_blocks(torch.device("cpu")) == []
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -32,7 +32,7 @@ FailurePhase = Literal[
 
 
 @dataclass(frozen=True)
-class Place:
+class FailureSite:
     """Where an allocation failed, as far as the stack says it."""
 
     phase: FailurePhase
@@ -93,7 +93,7 @@ def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
     return frames
 
 
-def place_of(error: BaseException, names: Mapping[nn.Module, str]) -> Place:
+def place_of(error: BaseException, names: Mapping[nn.Module, str]) -> FailureSite:
     """Where an allocation failed.
 
     Args:
@@ -114,7 +114,7 @@ def place_of(error: BaseException, names: Mapping[nn.Module, str]) -> Place:
             line = where(frame, number) + (f": {text}" if text else "")
     if phase == "optimizer" and module == "":
         module = None  # DeepSpeed's engine, which is a module, steps it
-    return Place(phase, module, collective, line)
+    return FailureSite(phase, module, collective, line)
 
 
 def where(frame: FrameType, number: int) -> str:

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dist_ckpt.compat import fsdp
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.memory.activations import saved_bytes
 from dist_ckpt.memory.holders import holders_of, visible_tensors
 from dist_ckpt.memory.ledger import Owner
 from dist_ckpt.memory.out_of_memory.failure import (
-    Place,
+    FailureSite,
     frames_of,
     is_library,
     out_of_memory_in,
@@ -36,17 +35,14 @@ from dist_ckpt.memory.out_of_memory.failure import (
 )
 from dist_ckpt.memory.out_of_memory.graph_names import GraphNames, common_module, modules_of_parameters
 from dist_ckpt.memory.out_of_memory.limits import MemoryLimit, held_bytes
-from dist_ckpt.memory.profile.recording import kind_of, module_names
-from dist_ckpt.memory.profile.step_profile import KINDS, ByKind, Holding, Kind
+from dist_ckpt.memory.profile.step_profile import KINDS, PRECEDENCE, ByKind, Holding, Kind, merge_holdings
 from dist_ckpt.memory.storages import Storages, plain_parts
-from dist_ckpt.names import named_buffers, named_parameters
+from dist_ckpt.names import module_names, named_buffers, named_parameters
 
 _LISTED = 60
 """Holdings, and modules, that are listed one by one."""
 _NAMED = 50
 """Tensors without an owner for which is looked who refers to them."""
-_OWNED: tuple[Kind, ...] = ("params", "grads", "optimizer", "unsharded", "buffers")
-"""A storage with owners of several kinds belongs to the first of these."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class PostMortem:
     message: str
     """Of the failed allocation."""
     requested_bytes: int | None
-    place: Place
+    place: FailureSite
     limit_bytes: int | None
     """The run's limit on what the process may hold; ``None`` without one."""
     start_bytes: int | None
@@ -157,9 +153,8 @@ class _Examination:
         self._model = model
         self._device = device
         self._seen = Storages()
-        self._nbytes: Counter[tuple[Any, ...]] = Counter()
-        self._counts: Counter[tuple[Any, ...]] = Counter()
-        self._later: list[tuple[Kind, str, Tensor]] = []
+        self._found: list[Holding] = []
+        self._later: list[Owner] = []
         self._names: dict[nn.Module, str] = {}
         self._of_parameters: dict[int, str] = {}
         self._modules: set[str] = set()
@@ -179,9 +174,9 @@ class _Examination:
         except Exception as problem:
             self.notes.append(f"{what} could not be found out: {type(problem).__name__}: {problem}")
 
-    def place(self) -> Place:
+    def place(self) -> FailureSite:
         """Where the allocation failed; in backward, which has no stack, as far as the graph tells it."""
-        place = Place("other", None, None, None)
+        place = FailureSite("other", None, None, None)
         with self.trying("where the allocation failed"):
             place = place_of(self._error, self._names)
             if place.phase == "backward" and place.module is None:
@@ -190,22 +185,17 @@ class _Examination:
         return place
 
     def see_owners(self, owners: Iterable[Owner]) -> None:
-        found = [(category, name, tensor) for category, name, tensor in owners if tensor.device == self._device]
-        tensors = self._model.buffers() if self._model is not None else ()
-        buffers = {id(torch_private.local_tensor(buffer)) for buffer in tensors}
-        kinds = [(kind_of(category, name, t, id(t) in buffers), name, t) for category, name, t in found]
-        together = _names_by_storage((name, tensor) for kind, name, tensor in kinds if kind in _OWNED)
-        for wanted in _OWNED:
-            for kind, _, tensor in kinds:
-                if kind == wanted:
-                    names = together[_storage(tensor)]
-                    others = f" and {len(names) - 1} more in one buffer" if len(names) > 1 else ""
-                    modules = [module for name in names if (module := self._owner_of(name)) is not None]
-                    self._add(kind, common_module(modules) if modules else None, f"{names[0]}{others}", tensor)
-        # Activations may lie in what a pipeline exchanges, and come before it.
-        self._later = [one for one in kinds if one[0] not in _OWNED]
-        for inner in self._model.modules() if self._model is not None else ():
-            self._later += [("communication", name, tensor) for name, tensor in fsdp.fsdp2_buffers(inner)]
+        found = sorted(
+            (owner for owner in owners if owner[2].device == self._device), key=lambda one: PRECEDENCE.index(one[0])
+        )
+        first = [owner for owner in found if owner[0] != "communication"]
+        self._later = found[len(first) :]  # activations come before it
+        together = _names_by_storage((name, tensor) for _, name, tensor in first)
+        for kind, _, tensor in first:
+            names = together[_storage(tensor)]
+            others = f" and {len(names) - 1} more in one buffer" if len(names) > 1 else ""
+            modules = [module for name in names if (module := self._owner_of(name)) is not None]
+            self._add(kind, common_module(modules) if modules else None, f"{names[0]}{others}", tensor)
 
     def see_graphs(self) -> None:
         roots = [tensor for tensor in visible_tensors(self._device) if _has_graph(tensor)]
@@ -270,22 +260,16 @@ class _Examination:
 
     def holdings(self) -> tuple[Holding, ...]:
         """What was met, put together where it is alike, heaviest first."""
-        found = (
-            Holding(*key, nbytes=nbytes, count=self._counts[key])  # type: ignore[misc]
-            for key, nbytes in self._nbytes.items()
-        )
-        return tuple(sorted(found, key=lambda holding: (-holding.nbytes, holding.source)))
+        return merge_holdings(self._found)
 
     def _add(self, kind: Kind, module: str | None, source: str, tensor: Tensor) -> None:
         if added := self._seen.add(tensor):
             whole = tensor._base if tensor._base is not None else tensor
-            key = (kind, module, source, tuple(whole.shape), str(whole.dtype).removeprefix("torch."))
-            self._nbytes[key] += added
-            self._counts[key] += 1
+            dtype = str(whole.dtype).removeprefix("torch.")
+            self._found.append(Holding(kind, module, source, tuple(whole.shape), dtype, added, 1))
 
     def _owner_of(self, name: str) -> str | None:
         """The module that has a parameter or buffer, or is FSDP1's unit; none for what an optimizer calls its own."""
-        name = name.removesuffix(" (unsharded)")
         parent = name.rpartition(".")[0]
         return parent if name in self._tensors_of_modules or (parent and parent in self._modules) else None
 

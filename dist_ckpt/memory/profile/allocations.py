@@ -21,14 +21,14 @@ class Sighting:
     mark: int
     address: int
     nbytes: int
-    kind: Kind | Literal["given", "visible"]
-    """``given``: a tensor that the step was handed. ``visible``: one that Python can see, whosever it is."""
+    kind: Kind | Literal["visible"]
+    """``temporary``: a tensor that the step was handed. ``visible``: one that Python can see, whosever it is."""
     name: str
     shape: tuple[int, ...]
     dtype: str
 
 
-def sightings(mark: int, kind: Kind | Literal["given", "visible"], name: str, tensor: Tensor) -> Iterable[Sighting]:
+def sightings(mark: int, kind: Kind | Literal["visible"], name: str, tensor: Tensor) -> Iterable[Sighting]:
     """What is to be noted of a tensor; nothing where it holds no memory."""
     for part in plain_parts(tensor):
         storage = part.untyped_storage()

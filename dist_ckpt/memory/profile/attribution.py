@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from dist_ckpt.compat import zero
 from dist_ckpt.compat.profiler import Op, TensorInput, Trace
 from dist_ckpt.memory.profile.allocations import Allocation, Sighting
-from dist_ckpt.memory.profile.step_profile import Holding, Kind, merge_holdings
+from dist_ckpt.memory.profile.step_profile import PRECEDENCE, Holding, Kind, merge_holdings
 
 MODULE = "module:"
 """How the call of a module is marked in a trace, before the module's name."""
@@ -32,11 +31,7 @@ _KINDS_OF_OPS: tuple[tuple[str, Kind], ...] = (
 )
 """By what the name of an operation begins with: what is allocated in it, first match wins."""
 _OF_MODULE = re.compile(r"^FSDP::\w+ \((.+)\)$")
-_OWNED: tuple[Kind, ...] = ("params", "grads", "optimizer", "unsharded")
-"""As in the ledger, where a storage has several owners it belongs to the first of these."""
-_USED: tuple[Kind | Literal["given"], ...] = ("given", "activations", "communication", "buffers")
-"""What is owned by nobody, in the same manner: a micro-batch is no activation, though graphs keep it."""
-_NAMED_BY_PARAMETER = frozenset({*_OWNED, "buffers"})
+_NAMED_BY_PARAMETER = frozenset[Kind]({"params", "grads", "optimizer", "unsharded", "buffers"})
 _NAMED = _NAMED_BY_PARAMETER | {"communication", "unattributed"}
 """Kinds of which a snapshot knows better names than the operation that allocated them."""
 _ALLOCATORS = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"})
@@ -44,7 +39,7 @@ _ALLOCATORS = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "n
 
 
 @dataclass(frozen=True)
-class _Place:
+class OpContext:
     """Where in the step an operation runs."""
 
     module: str | None = None
@@ -71,9 +66,9 @@ class Attribution:
 
     def __init__(self, trace: Trace, turns: Sequence[int] = ()) -> None:
         self._ops = trace.ops
-        self._places = _places(trace.ops)
-        self._module_of_node = _modules_of_nodes(trace.ops, self._places)
-        self._redone_in = _modules_of_redone(trace.ops, self._places)
+        self._contexts = _contexts(trace.ops)
+        self._module_of_node = _modules_of_nodes(trace.ops, self._contexts)
+        self._redone_in = _modules_of_redone(trace.ops, self._contexts)
         self._turns = turns
         self._exchanges: dict[int, list[int]] = {}
         """Address → when collectives were given what lay there."""
@@ -87,32 +82,32 @@ class Attribution:
         seen = {sighting.kind for sighting in one.seen}
         if {"params", "unsharded"} <= seen and _is_copy(one):
             return "unsharded"
-        for what in (*_OWNED, *_USED):
-            if what in seen:
-                return "temporary" if what == "given" else what
+        for kind in PRECEDENCE:
+            if kind in seen:
+                return kind
         if one.start is None:
             return "unattributed"
-        place = self._place(one.op)
-        if place.kind is not None:
-            return place.kind
+        context = self._context(one.op)
+        if context.kind is not None:
+            return context.kind
         if one.end is None:
             return "unattributed"
-        if place.node < 0 and any(one.start <= turn < one.end for turn in self._turns):
+        if context.node < 0 and any(one.start <= turn < one.end for turn in self._turns):
             return "activations"
         if self.is_exchanged(one):  # a gradient that is reduced where it lies
             return "communication"
-        return "recompute" if place.redone else "temporary"
+        return "recompute" if context.redone else "temporary"
 
     def is_exchanged(self, one: Allocation) -> bool:
         """Whether it was made for a collective, or given to one."""
-        made_for_one = self._place(one.op).kind == "communication"
+        made_for_one = self._context(one.op).kind == "communication"
         return made_for_one or any(map(one.is_alive, self._exchanges.get(one.address, ())))
 
     def may_end_unseen(self, one: Allocation) -> bool:
         """Whether something without an end may be gone nonetheless, freed by a collective's thread."""
-        place = self._place(one.op)
+        context = self._context(one.op)
         # DDP's buckets, which are given to collectives too, are made before any backward, and stay.
-        return place.kind == "communication" or (self.is_exchanged(one) and (place.node >= 0 or bool(one.seen)))
+        return context.kind == "communication" or (self.is_exchanged(one) and (context.node >= 0 or bool(one.seen)))
 
     def module(self, one: Allocation) -> str | None:
         """In whose call it was made; in backward, of the operation whose gradient is computed."""
@@ -120,18 +115,18 @@ class Attribution:
 
     def module_at(self, op: int) -> str | None:
         """In whose call an operation runs; in backward, the call that made autograd's node."""
-        place = self._place(op)
-        if place.module is not None:
-            return place.module
-        return self._redone_in.get(op, self._module_of_node.get(place.node))
+        context = self._context(op)
+        if context.module is not None:
+            return context.module
+        return self._redone_in.get(op, self._module_of_node.get(context.node))
 
     def is_redone(self, op: int) -> bool:
         """Whether an operation is forward work within backward."""
-        return self._place(op).redone
+        return self._context(op).redone
 
     def node(self, op: int) -> int:
         """Position of the innermost piece of work of autograd's engine around an operation; -1 for none."""
-        return self._place(op).node
+        return self._context(op).node
 
     def holdings(self, alive: Sequence[Allocation]) -> tuple[Holding, ...]:
         """What is alive at one moment, put together where it is alike; heaviest first."""
@@ -139,7 +134,7 @@ class Attribution:
         return merge_holdings(self._holding(one, shapes.get(id(one))) for one in alive)
 
     def _holding(self, one: Allocation, used_as: TensorInput | None) -> Holding:
-        kind, module, source = self.kind(one), self.module(one), self._place(one.op).source
+        kind, module, source = self.kind(one), self.module(one), self._context(one.op).source
         shape, dtype = (None, None) if used_as is None else (used_as.shape, used_as.dtype)
         seen = _telling(one.seen, kind)
         if seen is not None:
@@ -150,8 +145,8 @@ class Attribution:
         unnamed = "unknown" if one.start is None else "outside of operations"  # of Python's own: RNG states
         return Holding(kind, module, source or unnamed, shape, dtype, one.nbytes, 1)
 
-    def _place(self, op: int) -> _Place:
-        return self._places[op] if op >= 0 else _Place()
+    def _context(self, op: int) -> OpContext:
+        return self._contexts[op] if op >= 0 else OpContext()
 
 
 def _is_copy(one: Allocation) -> bool:
@@ -177,10 +172,10 @@ def _numel(shape: Iterable[int]) -> int:
     return product
 
 
-def _places(ops: Sequence[Op]) -> list[_Place]:
-    places: list[_Place] = []
+def _contexts(ops: Sequence[Op]) -> list[OpContext]:
+    contexts: list[OpContext] = []
     for position, op in enumerate(ops):
-        around = places[op.parent] if op.parent >= 0 else _Place()
+        around = contexts[op.parent] if op.parent >= 0 else OpContext()
         module, node, applies, redone, kind = around.module, around.node, around.applies, around.redone, around.kind
         if op.name.startswith(ENGINE):
             module, node, applies, redone, kind = None, position, False, False, None
@@ -202,19 +197,19 @@ def _places(ops: Sequence[Op]) -> list[_Place]:
         source = around.source if says_nothing and around.source else op.name.removeprefix(ENGINE)
         if op.name.startswith(MODULE):
             source = ""
-        places.append(_Place(module, node, applies, redone, kind, source))
-    return places
+        contexts.append(OpContext(module, node, applies, redone, kind, source))
+    return contexts
 
 
-def _modules_of_nodes(ops: Sequence[Op], places: Sequence[_Place]) -> dict[int, str | None]:
+def _modules_of_nodes(ops: Sequence[Op], contexts: Sequence[OpContext]) -> dict[int, str | None]:
     """Position of the engine's work on a node → the module in whose call the node was made."""
     made: dict[int, str] = {}
     redone: dict[int, str] = {}
-    for op, place in zip(ops, places, strict=True):
-        if op.sequence is not None and place.module is not None:
+    for op, context in zip(ops, contexts, strict=True):
+        if op.sequence is not None and context.module is not None:
             # Operations until the next node have its number: the last of them makes it. A thread of autograd's own,
             # which runs a recompute, counts anew.
-            (made if place.node < 0 else redone)[op.sequence] = place.module
+            (made if context.node < 0 else redone)[op.sequence] = context.module
     found: dict[int, str | None] = {}
     before: str | None = None
     for position, op in enumerate(ops):
@@ -226,7 +221,7 @@ def _modules_of_nodes(ops: Sequence[Op], places: Sequence[_Place]) -> dict[int, 
     return found
 
 
-def _modules_of_redone(ops: Sequence[Op], places: Sequence[_Place]) -> dict[int, str]:
+def _modules_of_redone(ops: Sequence[Op], contexts: Sequence[OpContext]) -> dict[int, str]:
     """Operations of a recompute that run in no module's call → the module that runs again.
 
     Its forward is run again, not its call, so only the calls of its children are marked: it is the parent of the child
@@ -235,17 +230,17 @@ def _modules_of_redone(ops: Sequence[Op], places: Sequence[_Place]) -> dict[int,
     found: dict[int, str] = {}
     parents: dict[int, str] = {}
     waiting: dict[int, list[int]] = {}
-    for position, (op, place) in enumerate(zip(ops, places, strict=True)):
-        if not place.redone:
+    for position, (op, context) in enumerate(zip(ops, contexts, strict=True)):
+        if not context.redone:
             continue
-        if place.module is None:
-            if place.node in parents:
-                found[position] = parents[place.node]
+        if context.module is None:
+            if context.node in parents:
+                found[position] = parents[context.node]
             else:
-                waiting.setdefault(place.node, []).append(position)
-        elif op.name.startswith(MODULE) and places[op.parent].module is None:
-            parents[place.node] = place.module.rpartition(".")[0]
-            found.update(dict.fromkeys(waiting.pop(place.node, ()), parents[place.node]))
+                waiting.setdefault(context.node, []).append(position)
+        elif op.name.startswith(MODULE) and contexts[op.parent].module is None:
+            parents[context.node] = context.module.rpartition(".")[0]
+            found.update(dict.fromkeys(waiting.pop(context.node, ()), parents[context.node]))
     return found
 
 

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from dist_ckpt.compat import cuda_memory, profiler, zero
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.errors import MeasureError, PlanError
 from dist_ckpt.memory.holders import holders_of, visible_tensors
-from dist_ckpt.memory.ledger import Category, Owner
+from dist_ckpt.memory.ledger import Owner
 from dist_ckpt.memory.profile.allocations import Sighting, end_unreported, follow, sightings
 from dist_ckpt.memory.profile.attribution import MODULE, Attribution
 from dist_ckpt.memory.profile.phases import Stretch, calls, stretch_at, stretches
@@ -34,14 +34,12 @@ from dist_ckpt.memory.profile.step_profile import KINDS, Kind, Phase, Span, Step
 from dist_ckpt.memory.profile.timeline import Timeline
 from dist_ckpt.memory.records import RankMemory
 from dist_ckpt.memory.storages import plain_parts
-from dist_ckpt.names import is_replicated, unwrapped_name
+from dist_ckpt.names import module_names
 
 _MARK = "mark:"
 _MAX_HOLDINGS = 100
 _MAX_HOLDERS = 30
 """Tensors of whom it is found out who holds them."""
-_COMMUNICATION = ("bucket of ", "pipe ", "gradient of pipe ", "receive buffer")
-"""How the ledger names what an engine exchanges."""
 
 
 class DeepStep:
@@ -110,7 +108,7 @@ class Recording:
         self._recorder = profiler.Recorder()
         with ExitStack() as stack:
             stack.callback(self._recorder.stop)
-            self._before = cuda_memory.given_out(self._device)
+            self._before = cuda_memory.allocated_blocks(self._device)
             with self.mark() as mark:
                 self._see_owners(mark, owners)
                 self._see_given(mark, self._inputs)
@@ -245,13 +243,12 @@ class Recording:
         self._see_owners(mark, self._owners())
 
     def _see_owners(self, mark: int, owners: Iterable[Owner]) -> None:
-        buffers = {id(torch_private.local_tensor(buffer)) for buffer in self._model.buffers()}
-        for category, name, tensor in owners:
-            self._see(mark, kind_of(category, name, tensor, id(tensor) in buffers), name.removeprefix("."), tensor)
+        for kind, name, tensor in owners:
+            self._see(mark, kind, name.removeprefix("."), tensor)
 
     def _see_given(self, mark: int, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self._see(mark, "given", "", tensor)
+            self._see(mark, "temporary", "", tensor)
 
     def _see_visible(self, mark: int, with_holders: bool = False) -> None:
         known = {sighting.address for sighting in self._seen if sighting.mark == mark}
@@ -266,7 +263,7 @@ class Recording:
         for place, tensor in enumerate(heaviest):
             self._see(mark, "visible", holders[place] if place < len(holders) else "", tensor)
 
-    def _see(self, mark: int, kind: Any, name: str, tensor: Tensor) -> None:
+    def _see(self, mark: int, kind: Kind | Literal["visible"], name: str, tensor: Tensor) -> None:
         if tensor.device != self._device:
             return
         self._seen.extend(sightings(mark, kind, name, tensor))
@@ -334,28 +331,6 @@ class _Clock:
 def _phase(one: Stretch, timeline: Timeline, seconds: Callable[[int], float]) -> Phase:
     at_peak = timeline.at(timeline.peak(one.start, one.end))
     return Phase(one.name, one.micro_batch, seconds(one.start), seconds(one.end), sum(at_peak.values()), at_peak)
-
-
-def kind_of(category: Category, name: str, tensor: Tensor, is_buffer: bool) -> Kind:
-    """The kind of what the ledger calls ``other``; its other categories are kinds."""
-    if category != "other":
-        return category
-    if is_buffer:
-        return "buffers"
-    if name.endswith("(unsharded)") or isinstance(tensor, nn.Parameter):
-        return "unsharded"
-    return "communication" if name.startswith(_COMMUNICATION) else "buffers"
-
-
-def module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """All modules with the names that the plain model gives them; wrappers have the name of what they wrap."""
-    names: dict[nn.Module, str] = {}
-    while is_replicated(model):
-        names[model] = ""
-        model = model.module  # type: ignore[assignment]
-    for prefix, module in model.named_modules():
-        names.setdefault(module, unwrapped_name(prefix))
-    return names
 
 
 def _span_modules(model: nn.Module) -> tuple[str, ...]:

@@ -22,6 +22,15 @@ stash are among it. ``unattributed``: alive before or after the step, and owned 
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+PRECEDENCE: tuple[Kind, ...] = (
+    "params", "grads", "optimizer", "unsharded", "buffers", "temporary", "activations", "communication",
+)  # fmt: skip
+"""A storage that is met as several kinds is of the first of these.
+
+A gradient in a bucket is a gradient, a micro-batch is no activation though graphs keep it, and an activation may lie in
+what a pipeline exchanges.
+"""
+
 ByKind = Mapping[Kind, int]
 """Bytes alive at one moment; every kind is there, and they sum to what the allocator holds."""
 
