@@ -25,9 +25,9 @@ class Sink(Protocol):
         ...
 
     def finish(self, exit_code: int) -> None:
-        """No record follows. The HTML report, if there is one, is in the run folder.
+        """No record follows. The run's end is recorded, and sinks that come before this one have finished.
 
         Args:
-            exit_code: of the run, as far as rank 0 knows.
+            exit_code: of the run.
         """
         ...

@@ -353,22 +353,26 @@ def test_the_program_writes_into_the_run_or_where_it_is_told(
     assert "file/page.html: cannot be written to" in capsys.readouterr().err
 
 
-def test_the_end_of_a_run_is_told_before_it_is_recorded(tmp_path: Path, without_plotly: None) -> None:
+def test_the_end_of_a_run_is_told_as_it_is_recorded(tmp_path: Path, without_plotly: None) -> None:
     run = write_run(tmp_path / "run")
-    (run / "exit.json").unlink()
-    for code, said in ((None, "(no end recorded)"), (0, "on 2 ranks, done."), (3, "ended with exit code 3.")):
-        write_report([run], tmp_path / "page.html", code)
+    for record, said in (
+        (None, "(no end recorded)"),
+        ({"code": 0}, "on 2 ranks, done."),
+        ({"code": 3}, "ended with exit code 3."),
+        ({"code": 2, "reason": "a typo"}, "ended with exit code 2: a typo."),
+    ):
+        (run / "exit.json").unlink(missing_ok=True)
+        if record is not None:
+            (run / "exit.json").write_text(json.dumps(record))
+        write_report([run], tmp_path / "page.html")
         assert said in (tmp_path / "page.html").read_text()
-    (run / "exit.json").write_text('{"code": 2, "reason": "a typo"}')
-    write_report([run], tmp_path / "page.html", 1)
-    assert "ended with exit code 2: a typo." in (tmp_path / "page.html").read_text(), "another rank's, recorded first"
 
 
 def test_a_run_out_of_memory_says_where_what_filled_it_is_told(tmp_path: Path, without_plotly: None) -> None:
     run = write_run(tmp_path / "run")
-    (run / "exit.json").unlink()
-    write_report([run], tmp_path / "page.html", 3)
-    assert "What filled memory is written rank by rank once this page is" in (tmp_path / "page.html").read_text()
+    (run / "exit.json").write_text('{"code": 3}')
+    write_report([run], tmp_path / "page.html")
+    assert f"in a new page: python launch/report.py {run}" in (tmp_path / "page.html").read_text()
     (run / "oom").mkdir()
     record = {"rank": 1, "stage": None, "phase": "forward", "module": "layers.0", "requested_bytes": 5 * MIB}
     (run / "oom" / "rank_1.json").write_text(json.dumps(record))

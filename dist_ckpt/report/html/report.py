@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,20 +34,17 @@ _OF_SEVERAL: tuple[tuple[str, str, Callable[[Sequence[RunData]], tuple[Part, ...
 )
 
 
-def write_report(run_dirs: Sequence[Path], out: Path, exit_code: int | None = None) -> None:
+def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     """Writes the page of a run, or one that compares several.
 
     Args:
         run_dirs: folders of runs, at least one.
         out: the file; replaced as a whole, once the page is complete.
-        exit_code: of a run that is about to record it, as far as it is known.
 
     Raises:
         ReportError: a folder holds no run, or what cannot be read; the file cannot be written.
     """
     runs = [read_run(path) for path in run_dirs]
-    if exit_code is not None:
-        runs = [dataclasses.replace(run, exit=run.exit or {"code": exit_code}) for run in runs]
     page = run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     unfinished = out.with_name(f".{out.name}.new")
     try:

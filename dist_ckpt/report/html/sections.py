@@ -67,8 +67,8 @@ def out_of_memory(run: RunData) -> tuple[Part, ...]:
         if (run.exit or {}).get("code") != OUT_OF_MEMORY:
             return ()
         return (
-            "What filled memory is written rank by rank once this page is: oom/rank_r.html of the run folder. "
-            f"python launch/report.py {run.path} makes this page again, with it.",
+            "No rank had written down what filled its memory when this page was made. What is in oom/ of the run "
+            f"folder by now is in a new page: python launch/report.py {run.path}",
         )
     shown = ("rank", "stage", "phase", "module", "requested_bytes", "held_bytes", "limit_bytes")
     rows = tuple(

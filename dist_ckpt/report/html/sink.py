@@ -26,19 +26,20 @@ class HtmlSink(Sink):
         self._run_dir, self._out, self._say = run_dir, out, say
 
     def step(self, line: Mapping[str, float | int]) -> None:
-        """Nothing: the page is about the whole run."""
+        """Ignored: the page is made from the run's files at the end."""
 
     def memory(self, report: MemoryReport) -> None:
-        """Nothing, as for a step."""
+        """Ignored: the page is made from the run's files at the end."""
 
     def profile(self, profiles: Sequence[StepProfile]) -> None:
-        """Nothing, as for a step."""
+        """Ignored: the page is made from the run's files at the end."""
 
     def finish(self, exit_code: int) -> None:
+        """Writes the page; the run's end is in ``exit.json`` by now."""
         from dist_ckpt.report.html.report import write_report  # plotly takes a second to import
 
         try:
-            write_report([self._run_dir], self._out, exit_code)
+            write_report([self._run_dir], self._out)
         except Exception as error:  # whatever is wrong with the page, the training is done
             _log.exception("no HTML report")
             self._say(f"warning: {self._out} was not written: {error}")
