@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from dist_ckpt.compat.profiler import Change, Op, TensorInput, Trace
 from dist_ckpt.memory.profile.allocations import Allocation, Sighting, end_unreported, follow
 from dist_ckpt.memory.profile.attribution import ENGINE, Attribution
 from dist_ckpt.memory.profile.phases import stretches
-from dist_ckpt.memory.profile.step_profile import KINDS, Holding, merge_holdings
+from dist_ckpt.memory.profile.recording import reconciled
+from dist_ckpt.memory.profile.step_profile import KINDS, Holding, Phase, StepProfile, merge_holdings
 from dist_ckpt.memory.profile.timeline import Timeline
+from dist_ckpt.memory.records import RankMemory
+
+AT_PEAK = dict.fromkeys(KINDS, 1)
 
 
 def sighting(mark: int, address: int, nbytes: int, kind: str = "grads") -> Sighting:
@@ -116,6 +124,41 @@ def test_holdings_that_are_alike_are_one() -> None:
     one = Holding("grads", "a", "aten::mm", (2,), "float32", 8, 1)
     other = Holding("grads", "b", "aten::mm", (2,), "float32", 12, 1)
     assert merge_holdings([one, other, one]) == (Holding("grads", "a", "aten::mm", (2,), "float32", 16, 2), other)
+
+
+def test_an_allocators_own_figures_stay_and_what_the_trace_lacks_is_unattributed() -> None:
+    at_peak = dict.fromkeys(KINDS, 0) | {"params": 600, "unattributed": 100}
+    profile = StepProfile(
+        rank=0, stage=None, device="cuda:0", step=3, duration_s=1.0, start_bytes=600, boundary_bytes=640, end_bytes=600,
+        peak_bytes=700, peak_s=0.5, phase="backward", at_peak=at_peak, holdings=(), rest_bytes=700, phases=(), spans=(),
+        times_s=(), timeline={},
+    )  # fmt: skip
+    found = RankMemory(0, "cuda:0", 3, params=600, grads=0, optimizer=0, other=0, activations=0, live=650, peak=9000)
+    told = reconciled(found, profile, peak=730)
+    assert (told.live, told.peak, told.unattributed) == (650, 730, 50)
+    assert told.at_peak == {"phase": "backward", **at_peak, "unattributed": 130}
+    on_cpu = reconciled(replace(found, live=None, peak=None), profile, peak=None)
+    assert (on_cpu.live, on_cpu.peak, on_cpu.at_peak) == (640, 700, {"phase": "backward", **at_peak})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"peak_bytes": 11, "rest_bytes": 11},
+        {"rest_bytes": 9},
+        {"phases": (Phase("forward", 0, 0.0, 1.0, 9, AT_PEAK),)},
+        {"phases": (Phase("forward", 0, 0.0, 1.0, 10, AT_PEAK), Phase("backward", 0, 1.5, 2.0, 10, AT_PEAK))},
+    ],
+)
+def test_what_does_not_add_up_is_no_profile(wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {
+        "rank": 0, "stage": None, "device": "cpu", "step": 1, "duration_s": 2.0, "start_bytes": 0, "boundary_bytes": 0,
+        "end_bytes": 0, "peak_bytes": 10, "peak_s": 1.0, "phase": "forward", "at_peak": AT_PEAK, "holdings": (),
+        "rest_bytes": 10, "phases": (), "spans": (), "times_s": (), "timeline": {},
+    }  # fmt: skip
+    StepProfile(**right)
+    with pytest.raises(AssertionError):
+        StepProfile(**right | wrong)
 
 
 def test_recording_writes_nothing_on_stderr_but_keeps_what_others_write() -> None:

@@ -101,10 +101,14 @@ class Recording:
         self._active: ExitStack | None = None
         self._boundary: int | None = None
         self._memory: RankMemory | None = None
+        self._peak: int | None = None
+        """Of the step, as the device's allocator counts it."""
 
     def __enter__(self) -> Recording:
         owners = list(self._owners())
         self._device = next((tensor.device for _, _, tensor in owners), torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._recorder = profiler.Recorder()
         with ExitStack() as stack:
             stack.callback(self._recorder.stop)
@@ -124,6 +128,8 @@ class Recording:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if kind is None:
+                if self._device.type == "cuda" and self._memory is not None:  # at the boundary the peak has begun anew
+                    self._peak = max(self._memory.peak or 0, torch.cuda.max_memory_allocated(self._device))
                 with self.mark() as mark:
                     self._look(mark)
                     self._see_visible(mark, with_holders=True)
@@ -228,14 +234,7 @@ class Recording:
             times_s=tuple(map(seconds, curve.times)),
             timeline={kind: tuple(row[place] for row in curve.by_kind) for place, kind in enumerate(KINDS)},
         )
-        memory = dataclasses.replace(
-            self._memory,
-            stage=stage,
-            live=profile.boundary_bytes,
-            peak=peak_bytes,
-            at_peak={"phase": phase.name} | dict(at_peak),
-        )
-        deep._found = memory, profile
+        deep._found = dataclasses.replace(reconciled(self._memory, profile, self._peak), stage=stage), profile
 
     def _look(self, mark: int) -> None:
         """Notes who owns what now."""
@@ -299,6 +298,25 @@ class Recording:
         with self.mark() as mark:
             self._look(mark)
         self._backward_ends.append(mark)
+
+
+def reconciled(memory: RankMemory, profile: StepProfile, peak: int | None) -> RankMemory:
+    """What was found at the boundary, with what ``profile`` says of the step.
+
+    What an allocator says of itself stays: its ``live``, and the ``peak`` of the step. What the trace does not explain
+    of its peak is ``unattributed``, so that the kinds sum to it. Untested on a device.
+
+    Args:
+        peak: the most that the allocator has held in the step; ``None`` where it keeps no count, as on the CPU.
+    """
+    peak = profile.peak_bytes if peak is None else peak
+    unexplained = profile.at_peak["unattributed"] + peak - profile.peak_bytes
+    return dataclasses.replace(
+        memory,
+        live=profile.boundary_bytes if memory.live is None else memory.live,
+        peak=peak,
+        at_peak={"phase": profile.phase} | dict(profile.at_peak) | {"unattributed": unexplained},
+    )
 
 
 def _is_gone(address: int, ref: StorageWeakRef) -> bool:

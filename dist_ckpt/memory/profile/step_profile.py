@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -123,6 +124,12 @@ class StepProfile:
     times_s: tuple[float, ...]
     timeline: Mapping[Kind, tuple[int, ...]]
     """Bytes of each kind at ``times_s``. Long curves are thinned, and keep their highest moments."""
+
+    def __post_init__(self) -> None:
+        assert sum(self.at_peak.values()) == self.peak_bytes
+        assert sum(holding.nbytes for holding in self.holdings) + self.rest_bytes == self.peak_bytes
+        assert all(sum(phase.at_peak.values()) == phase.peak_bytes for phase in self.phases)
+        assert all(before.end_s == after.start_s for before, after in itertools.pairwise(self.phases))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data."""
