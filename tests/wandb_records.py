@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
+from dist_ckpt.memory.records import ACCOUNTED, GIB
 from dist_ckpt.report.jsonl import read_json_lines
 from dist_ckpt.report.wandb.log import logs, read_log
-from dist_ckpt.report.wandb.metrics import GIB
-
-_CATEGORIES = ("params", "grads", "optimizer", "activations", "other")
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ def assert_as_in_the_folder(run: Path, starts: list[Recorded]) -> None:
     assert {step for step, row in rows.items() if "memory/rank_0/params(GiB)" in row} == set(reports)
     for step, ranks in reports.items():
         for rank in ranks:
-            found = {name: rows[step].get(f"memory/rank_{rank['rank']}/{name}(GiB)") for name in _CATEGORIES}
-            assert found == {name: rank[name] / GIB for name in _CATEGORIES}
+            found = {name: rows[step].get(f"memory/rank_{rank['rank']}/{name}(GiB)") for name in ACCOUNTED}
+            assert found == {name: rank[name] / GIB for name in ACCOUNTED}
 
 
 def steps(starts: list[Recorded]) -> list[int]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+ACCOUNTED = ("params", "grads", "optimizer", "activations", "other")
+"""What a rank's memory is accounted for by; :attr:`RankMemory.accounted` is their sum."""
+
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,11 @@ class RankMemory:
         return self.params + self.grads + self.optimizer + self.activations + self.other
 
     @property
+    def peak_or_accounted(self) -> int | None:
+        """The most that is known of this rank: the allocator's peak where there is one, else what is accounted."""
+        return self.peak if self.peak is not None else self.accounted
+
+    @property
     def headroom(self) -> int | None:
         """What was left of the device's memory when the allocator held the most; what others use is not taken off."""
         held = max((count for count in (self.reserved, self.peak) if count is not None), default=None)
@@ -73,7 +83,19 @@ class RankMemory:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data, the derived figures included."""
-        return dataclasses.asdict(self) | {"unattributed": self.unattributed, "accounted": self.accounted}
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> RankMemory:
+        """The inverse of :meth:`to_dict`. What has a default may be missing, as in data of an earlier version.
+
+        Raises:
+            TypeError: other fields are missing, or there are unknown ones, which would be lost unseen.
+        """
+        return RankMemory(**{name: value for name, value in data.items() if name not in _DERIVED})
+
+
+_DERIVED = ("unattributed", "accounted")
 
 
 @dataclass(frozen=True)
@@ -86,11 +108,11 @@ class MemoryReport:
     @property
     def heaviest(self) -> RankMemory:
         """The rank with the most memory: by the allocator's peak where there is one, else by what is accounted."""
-        return max(self.ranks, key=lambda r: r.peak if r.peak is not None else r.accounted or 0)
+        return max(self.ranks, key=lambda r: r.peak_or_accounted or 0)
 
     def __str__(self) -> str:
         offloaded = ("offloaded",) if any(r.offloaded is not None for r in self.ranks) else ()
-        columns = ("rank", "params", "grads", "optimizer", "activations", *offloaded, "other", "accounted", "peak")
+        columns = ("rank", *ACCOUNTED[:-1], *offloaded, ACCOUNTED[-1], "accounted", "peak")
         unit = byte_unit([getattr(r, c) for r in self.ranks for c in columns[1:]])
         rows = [[str(r.rank), *(format_bytes(getattr(r, c), unit) for c in columns[1:])] for r in self.ranks]
         lines = ["".join(f"{cell:>13}" for cell in row) for row in (columns, *rows)]
@@ -98,6 +120,15 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         return {"step": self.step, "ranks": [r.to_dict() for r in self.ranks]}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> MemoryReport:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            KeyError, TypeError: it is no such data.
+        """
+        return MemoryReport(data["step"], tuple(map(RankMemory.from_dict, data["ranks"])))
 
 
 def format_bytes(count: int | None, unit: str = "auto") -> str:
@@ -110,9 +141,18 @@ def format_bytes(count: int | None, unit: str = "auto") -> str:
         return "-"
     if unit == "auto":
         unit = byte_unit([count])
-    return f"{count / (2**30 if unit == 'GiB' else 2**20):,.3f}"
+    return f"{count / (GIB if unit == 'GiB' else MIB):,.3f}"
+
+
+def in_bytes(count: float | None) -> str:
+    """Bytes in a sentence, with their unit.
+
+    >>> in_bytes(3 * 2**29), in_bytes(2**20), in_bytes(None)
+    ('1.500 GiB', '1.000 MiB', '-')
+    """
+    return "-" if count is None else f"{format_bytes(int(count))} {byte_unit([int(count)])}"
 
 
 def byte_unit(counts: Sequence[int | None]) -> str:
     """The unit in which a column of byte counts reads best."""
-    return "GiB" if max((c for c in counts if c is not None), default=0) >= 2**30 else "MiB"
+    return "GiB" if max((c for c in counts if c is not None), default=0) >= GIB else "MiB"

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from dist_ckpt.memory.profile.step_profile import KINDS
-from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format_bytes
+from dist_ckpt.memory.records import ACCOUNTED, MemoryReport, byte_unit, format_bytes, in_bytes
 from dist_ckpt.report.advice import Advice
 from dist_ckpt.report.advice.view import ranks_named
 
@@ -90,7 +90,7 @@ class Console:
 
 def memory_table(report: MemoryReport) -> Table:
     """The memory of each rank by category, in GiB or MiB."""
-    owned = ("params", "grads", "optimizer", "activations", "offloaded", "other")
+    owned = (*ACCOUNTED[:-1], "offloaded", ACCOUNTED[-1])
     shown = [
         c
         for c in (*owned, "accounted", "unattributed", "peak", "reserved", "non_torch", "headroom")
@@ -128,11 +128,9 @@ def _table(title: str, report: MemoryReport, columns: Sequence[str], rows: Seque
 
 
 def _heaviest(report: MemoryReport) -> str:
-    rank: RankMemory = report.heaviest
-    count = rank.peak if rank.peak is not None else rank.accounted
-    if count is None:
+    rank = report.heaviest
+    if rank.peak_or_accounted is None:
         return "-"
-    unit = byte_unit([count])
     stage = f", stage {rank.stage}" if rank.stage is not None else ""
     where = f" (rank {rank.rank}{stage})" if len(report.ranks) > 1 else ""
-    return f"{format_bytes(count, unit)} {unit}{where}"
+    return f"{in_bytes(rank.peak_or_accounted)}{where}"

@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from dist_ckpt.errors import PlanError, ReportError
 from dist_ckpt.memory.profile.step_profile import StepProfile
-from dist_ckpt.memory.records import MemoryReport, RankMemory
+from dist_ckpt.memory.records import GIB, MemoryReport
 from dist_ckpt.plan import Plan
 from dist_ckpt.policy import described
 from dist_ckpt.report.jsonl import read_json_lines
@@ -121,15 +121,14 @@ class RunData:
     def samples_per_s_gib(self) -> float | None:
         """Throughput per GiB of the heaviest rank: what a policy buys with the memory it takes."""
         heaviest = self.heaviest_bytes
-        return self.samples_per_s / (heaviest / 2**30) if self.samples_per_s and heaviest else None
+        return self.samples_per_s / (heaviest / GIB) if self.samples_per_s and heaviest else None
 
     @property
     def heaviest_bytes(self) -> int | None:
         """Of the heaviest rank: the allocator's peak where it is known, else what is accounted."""
         if self.memory is None:
             return None
-        heaviest = self.memory.heaviest
-        return heaviest.peak if heaviest.peak is not None else heaviest.accounted
+        return self.memory.heaviest.peak_or_accounted
 
 
 def policy_text(policy: Mapping[str, Any] | str) -> str:
@@ -158,7 +157,7 @@ def read_run(path: Path) -> RunData:
         config=_read(path / "config.yaml", lambda text: dict(yaml.safe_load(text))),
         plan=_read(path / "plan.json", Plan.from_json),
         steps=_lines(path / "metrics.jsonl", _step),
-        reports=_lines(path / "memory.jsonl", _report),
+        reports=_lines(path / "memory.jsonl", MemoryReport.from_dict),
         profiles=tuple(
             sorted(
                 _folder(path / "profile", lambda text: StepProfile.from_dict(json.loads(text))), key=lambda p: p.rank
@@ -181,18 +180,6 @@ _STEP_FIELDS = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "st
 
 def _step(line: Mapping[str, Any]) -> Mapping[str, float]:
     return {**{name: line[name] for name in _STEP_FIELDS}, **line}
-
-
-_DERIVED = ("unattributed", "accounted")
-
-
-def _report(line: Mapping[str, Any]) -> MemoryReport:
-    return MemoryReport(line["step"], tuple(map(_rank, line["ranks"])))
-
-
-def _rank(line: Mapping[str, Any]) -> RankMemory:
-    """Fields that have a default may be missing, from an earlier version; unknown ones would be left out unseen."""
-    return RankMemory(**{name: value for name, value in line.items() if name not in _DERIVED})
 
 
 def _lines(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> tuple[T, ...]:

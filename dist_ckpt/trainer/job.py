@@ -18,7 +18,7 @@ from dist_ckpt.engines import ENGINES, Engine, TrainingOptions
 from dist_ckpt.engines.base import blocks_if_any
 from dist_ckpt.engines.optim import OptimizerOptions
 from dist_ckpt.errors import ConfigError, DataError, PlanError
-from dist_ckpt.memory.records import byte_unit, format_bytes
+from dist_ckpt.memory.records import in_bytes
 from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
 from dist_ckpt.report.advice import advice
@@ -149,10 +149,8 @@ def train(job: Job, folder: RunFolder, limit: MemoryLimit, sinks: RunSinks) -> b
     seed_rank(config, place.rank)
     job.engine.prepare(job.model, job.plan)
     if config.train.accum_sync == "boundary" and (nbytes := job.engine.accumulation_cost_bytes()):
-        unit = byte_unit([nbytes])
         console.say(
-            f"train.accum_sync=boundary keeps {format_bytes(nbytes, unit)} {unit} of unsharded gradients on each rank "
-            "until the boundary"
+            f"train.accum_sync=boundary keeps {in_bytes(nbytes)} of unsharded gradients on each rank until the boundary"
         )
     loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination(), limit)
     loop.resume(restarted=place.restarts > 0)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from dist_ckpt.errors import DistCkptError
 from dist_ckpt.memory.ledger import owners_of
 from dist_ckpt.memory.out_of_memory.failure import out_of_memory_in
 from dist_ckpt.memory.out_of_memory.post_mortem import PostMortem, post_mortem
+from dist_ckpt.memory.records import MemoryReport
 from dist_ckpt.planning import make_plan
 from dist_ckpt.policy import policy_from
 from dist_ckpt.report.jsonl import read_json_lines
@@ -190,6 +191,4 @@ def _last_report(folder: RunFolder) -> dict[str, Any]:
     reports = read_json_lines(folder.memory) if folder.memory.exists() else []
     if not reports:
         return {"last_report": None, "heaviest_rank": None}
-    ranks: Sequence[dict[str, Any]] = reports[-1]["ranks"]
-    heaviest = max(ranks, key=lambda rank: rank["peak"] if rank["peak"] is not None else rank["accounted"] or 0)
-    return {"last_report": reports[-1], "heaviest_rank": heaviest["rank"]}
+    return {"last_report": reports[-1], "heaviest_rank": MemoryReport.from_dict(reports[-1]).heaviest.rank}

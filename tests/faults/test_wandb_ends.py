@@ -114,7 +114,8 @@ def test_a_wrong_key(tmp_path: Path, _home: Path) -> None:
     assert_no_key(tmp_path / "run", _home)
 
 
-def test_an_outage_in_the_middle(tmp_path: Path, _home: Path) -> None:
+def server_that_goes() -> Server:
+    """One that is there until a run has been opened."""
     server = Server()
 
     def end() -> None:
@@ -123,6 +124,11 @@ def test_an_outage_in_the_middle(tmp_path: Path, _home: Path) -> None:
         server.server_close()
 
     threading.Thread(target=end, daemon=True).start()
+    return server
+
+
+def test_an_outage_in_the_middle(tmp_path: Path, _home: Path) -> None:
+    server = server_that_goes()
     environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
     finished = torchrun(*ONLINE, "report.profile_step=2", cwd=tmp_path, environment=environment)
     assert server.opened.is_set()
@@ -135,6 +141,21 @@ def test_an_outage_in_the_middle(tmp_path: Path, _home: Path) -> None:
     assert_as_in_the_folder(tmp_path / "run", [start])
     assert start.exit_code == 0
     assert_no_key(tmp_path / "run", _home)
+
+
+def test_an_outage_in_a_run_that_fails(tmp_path: Path) -> None:
+    server = server_that_goes()
+    environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
+    arguments = (*faulty("boom", rank=1, step=4), *ONLINE)
+    finished = torchrun(*arguments, cwd=tmp_path, script=FAULTY, environment=environment)
+    assert server.opened.is_set()
+    finished.assert_quick(45)
+    assert exit_record(tmp_path / "run")["code"] == 1
+    (said,) = of_wandb(finished)
+    assert "not all was uploaded within 12 s; the rest with: wandb sync " in said
+    (start,) = recorded(tmp_path / "run")
+    assert str(start.folder) == said.rpartition("wandb sync ")[2]
+    assert_as_in_the_folder(tmp_path / "run", [start])
 
 
 def test_a_run_that_is_stopped_on_its_page_saves_its_state(tmp_path: Path) -> None:

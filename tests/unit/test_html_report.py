@@ -21,7 +21,8 @@ from dist_ckpt.plan import Plan, Region, SaveRule
 from dist_ckpt.report.html import deep_step, figures, page
 from dist_ckpt.report.html.charts import shown_profiles, thinned
 from dist_ckpt.report.html.compare import names_of
-from dist_ckpt.report.html.page import Bytes, Chart, Share, Table, render
+from dist_ckpt.report.html.page import render
+from dist_ckpt.report.html.parts import Bytes, Chart, Section, Share, Table
 from dist_ckpt.report.html.plan_tree import plan_differences, plan_tree
 from dist_ckpt.report.html.report import comparison_page, run_page, write_report
 from dist_ckpt.report.run_data import read_run
@@ -69,7 +70,7 @@ def without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_page_escapes_what_it_shows_and_names_every_color(without_plotly: None) -> None:
     table = Table("sizes", ("rank", "what", "peak"), ((0, "<b>&", Bytes(3 * MIB)), (1, "x", Bytes(None))))
     chart = Chart("t", "s", figures.stacked_bars(["</script>"], {"params": [1]}, axis="rank"), table)
-    section = page.Section("a", "A", (chart,))
+    section = Section("a", "A", (chart,))
     text = render("sections.html.j2", title="</title><script>", lead=[], sections=[section])
     assert "</title><script>" not in text and "&lt;b&gt;&amp;" in text
     assert "\\u003c/script\\u003e" in text
@@ -101,7 +102,7 @@ def test_cells_are_shown_in_one_unit_and_with_what_they_mean() -> None:
     table = Table("t", ("a", "b"), ((Bytes(2**30), Bytes(2**20)), (None, 0.123456)))
     assert table.unit == "GiB" and [table.shown(cell) for cell in table.rows[0]] == ["1.000", "0.001"]
     assert [table.shown(cell) for cell in (None, 0.123456, 12345.6, 12345, 2e-9, Share(0.256), "x")] == [
-        "-", "0.1235", "12,346", "12,345", "2.000e-09", "25.6 %", "x",
+        "-", "0.1235", "12,346", "12,345", "2.000e-09", "25.6%", "x",
     ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from dist_ckpt.memory.ledger import owners_of
 from dist_ckpt.memory.out_of_memory.failure import out_of_memory_in, requested_bytes
 from dist_ckpt.memory.out_of_memory.graph_names import GraphNames, modules_of_parameters
 from dist_ckpt.memory.out_of_memory.post_mortem import PostMortem, post_mortem
+from dist_ckpt.memory.records import MemoryReport, RankMemory
 from dist_ckpt.planning import apply
 from dist_ckpt.report.html.out_of_memory import out_of_memory_page
 from dist_ckpt.trainer.models.config import ModelConfig
@@ -259,8 +260,7 @@ def test_errors_about_memory() -> None:
 def test_the_page_says_what_was_asked_for_and_what_filled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fails_at_forward(monkeypatch, call=2)
     found = examine(update)
-    rank = {"rank": 3, "peak": None, "accounted": 9, **dict.fromkeys(("params", "grads", "optimizer"), 3)}
-    report = {"step": 6, "ranks": [rank | {"activations": None, "other": 0}]}
+    report = MemoryReport(6, (RankMemory(3, "cpu", 6, 3, 3, 3, 0, None),)).to_dict()
     suggestion = {"change": "ckpt=full", "saved_bytes": 2**20, "freed_bytes": 2**21, "recomputed": 0.25}
     record = found.to_dict() | {
         "suggestions": [suggestion], "advice": "Recompute more.", "last_report": report, "heaviest_rank": 3,
@@ -272,7 +272,7 @@ def test_the_page_says_what_was_asked_for_and_what_filled_memory(monkeypatch: py
         f'data-bytes="{found.by_kind["params"]}"',
         "saved by SiluBackward0",
         "ckpt=full",
-        "+25.0 %",
+        "+25.0%",
         "The heaviest rank was rank 3, as of step 6.",
     ):
         assert text in page, text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dist_ckpt.memory.records import MemoryReport, RankMemory
-from dist_ckpt.report.wandb.metrics import GIB, line_metrics, memory_metrics, peak_table, rank_table, stacks
+from dist_ckpt.memory.records import GIB, MemoryReport, RankMemory
+from dist_ckpt.report.wandb.metrics import line_metrics, memory_metrics, peak_table, rank_table, stacks
 
 
 def rank_memory(rank: int, **known: object) -> RankMemory:
@@ -13,8 +13,8 @@ def rank_memory(rank: int, **known: object) -> RankMemory:
     return RankMemory(rank=rank, device="cpu", step=7, **{**counts, **known})  # type: ignore[arg-type]
 
 
-def report(*ranks: RankMemory) -> dict[str, object]:
-    return MemoryReport(7, ranks).to_dict()
+def report(*ranks: RankMemory) -> MemoryReport:
+    return MemoryReport(7, ranks)
 
 
 def test_a_line_has_torchtitans_names() -> None:

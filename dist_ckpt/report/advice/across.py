@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from dist_ckpt.memory.profile.step_profile import Kind
-from dist_ckpt.memory.records import RankMemory
+from dist_ckpt.memory.records import RankMemory, in_bytes
 from dist_ckpt.report.advice.view import (
     LARGE,
     SHARE,
@@ -21,7 +21,6 @@ from dist_ckpt.report.advice.view import (
     View,
     by_source,
     ranks_named,
-    size,
 )
 
 DOUBLED = 1.5
@@ -52,8 +51,8 @@ def _needless(view: View) -> Iterator[Advice]:
         saved_flops = max(saved_flops, cost["flops"] / cost["baseline_flops"] - 1)
     if without <= limit and saved_flops >= LESS_COMPUTE:
         yield Advice(
-            f"there is room to recompute nothing: the peak would be about {size(without)} of "
-            f"{size(limit / ROOM)}, and an update would need up to {saved_flops:.0%} less compute: "
+            f"there is room to recompute nothing: the peak would be about {in_bytes(without)} of "
+            f"{in_bytes(limit / ROOM)}, and an update would need up to {saved_flops:.0%} less compute: "
             f"{run.either('ckpt=none', 'no policy')}",
             None,
         )
@@ -99,8 +98,8 @@ def _fragmented(view: View) -> Iterator[Advice]:
     if cached >= FRAGMENTED * worst.reserved:
         retried = f", and had to be given back {worst.alloc_retries} times" if worst.alloc_retries else ""
         yield Advice(
-            f"rank {worst.rank} reserves {size(cached)} more than tensors need at the peak "
-            f"({cached / worst.reserved:.0%} of {size(worst.reserved)}){retried}: "
+            f"rank {worst.rank} reserves {in_bytes(cached)} more than tensors need at the peak "
+            f"({cached / worst.reserved:.0%} of {in_bytes(worst.reserved)}){retried}: "
             "PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator use it",
             cached,
         )
@@ -132,8 +131,8 @@ def _uneven_ranks(view: View) -> Iterator[Advice]:
         rest = sorted(rank.rank for _, rank, _, _ in uneven if rank is not heaviest)
         alike = f" (likewise {ranks_named(rest)}, in other stages)" if rest else ""
         yield Advice(
-            f"the memory of rank {heaviest.rank} is {size(view.peak_of(heaviest))}, {more / usual:.0%} above the other "
-            f"ranks{here} ({size(usual)}), most of it {kind}{alike}: {remedy}",
+            f"the memory of rank {heaviest.rank} is {in_bytes(view.peak_of(heaviest))}, {more / usual:.0%} above the "
+            f"other ranks{here} ({in_bytes(usual)}), most of it {kind}{alike}: {remedy}",
             int(more),
         )
 
@@ -145,9 +144,9 @@ def _uneven_stages(view: View) -> Iterator[Advice]:
     assert heaviest.stage is not None, "it has one"
     gain = view.peak_of(heaviest) - view.peak_of(second)
     what = (
-        f"stage {heaviest.stage} has a peak of {size(view.peak_of(heaviest))}, "
+        f"stage {heaviest.stage} has a peak of {in_bytes(view.peak_of(heaviest))}, "
         f"{gain / view.peak_of(second):.0%} above the next one, stage {second.stage} "
-        f"({size(view.peak_of(second))}), most of it {_differing(view, heaviest, second)}"
+        f"({in_bytes(view.peak_of(second))}), most of it {_differing(view, heaviest, second)}"
     )
     modes, at_peak = list(view.run.modes), view.at_peak_of(heaviest)
     stronger = STRONGER.get(modes[heaviest.stage]) if heaviest.stage < len(modes) else None
@@ -174,7 +173,7 @@ def _unattributed(view: View) -> Iterator[Advice]:
         most = max(by_rank.values())
         where = f" on {ranks_named(by_rank)}" if len(view.report.ranks) > 1 else ""
         yield Advice(
-            f"{size(most)} that no part of the training owns is held by {source}{where}, before or after the step: "
+            f"{in_bytes(most)} that no part of the training owns is held by {source}{where}, before or after the step: "
             "let go of it, or move it to the host",
             most,
         )
@@ -216,8 +215,8 @@ def _doubled_optimizer(view: View) -> Iterator[Advice]:
     expected = usual * rank.grads
     if rank.optimizer > DOUBLED * expected and view.matters(rank.optimizer - expected):
         yield Advice(
-            f"the optimizer of rank {rank.rank} holds {size(rank.optimizer)}, {rank.optimizer / rank.grads:.1f} times "
-            f"its gradients, and AdamW {usual} times: a copy of it, or that of a second one, is among it; drop it",
+            f"the optimizer of rank {rank.rank} holds {in_bytes(rank.optimizer)}, {rank.optimizer / rank.grads:.1f} "
+            f"times its gradients, and AdamW {usual} times: a copy, or the state of a second one, is among it; drop it",
             rank.optimizer - expected,
         )
 

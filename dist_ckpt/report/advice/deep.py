@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dist_ckpt.memory.profile.step_profile import KINDS, Kind, Phase, StepProfile
-from dist_ckpt.report.advice.view import LARGE, STRONGER, Advice, View, by_source, size
+from dist_ckpt.memory.records import in_bytes
+from dist_ckpt.report.advice.view import LARGE, STRONGER, Advice, View, by_source
 
 FEW_ACTIVATIONS = 0.10
 """Of the peak: with fewer activations than a tenth, recomputing all of them would hardly be noticed."""
@@ -158,7 +159,7 @@ def _few_activations(view: View) -> Iterator[Advice]:
     if nbytes >= FEW_ACTIVATIONS * view.peak:
         return
     kind = max(KINDS, key=lambda k: profile.at_peak[k])
-    limit = f"save more than {size(nbytes)}" if nbytes else "lower it"
+    limit = f"save more than {in_bytes(nbytes)}" if nbytes else "lower it"
     what, how = _WHAT_LOWERS[kind]
     by = f" ({view.run.either(*how)})" if how is not None else ""
     yield Advice(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dist_ckpt.memory.profile.step_profile import KINDS, Holding, Kind, StepProfile
-from dist_ckpt.memory.records import MemoryReport, RankMemory, byte_unit, format_bytes
+from dist_ckpt.memory.records import ACCOUNTED, MemoryReport, RankMemory, in_bytes
 from dist_ckpt.plan import fold_names
 from dist_ckpt.report.advice.facts import RunFacts
 
@@ -70,8 +70,7 @@ class View:
     def peak_of(self, rank: RankMemory) -> int:
         """The measured peak, or what is accounted where nothing can say it."""
         profile = self.profiles.get(rank.rank)
-        known = profile.peak_bytes if profile is not None else rank.peak
-        return known if known is not None else rank.accounted or 0
+        return profile.peak_bytes if profile is not None else rank.peak_or_accounted or 0
 
     def at_peak_of(self, rank: RankMemory) -> Mapping[str, int]:
         """Bytes by kind at the peak, or by category where there was no deep step."""
@@ -80,7 +79,7 @@ class View:
             return {kind: profile.at_peak[kind] for kind in KINDS}
         if rank.at_peak is not None:
             return {kind: count for kind, count in rank.at_peak.items() if kind != "phase"}
-        return {kind: getattr(rank, kind) or 0 for kind in (*STATES, "activations", "other")}
+        return {kind: getattr(rank, kind) or 0 for kind in ACCOUNTED}
 
     @cached_property
     def blocks(self) -> frozenset[str]:
@@ -118,7 +117,8 @@ class View:
     def of_peak(self, nbytes: float) -> str:
         """``1.250 GiB (40% of the peak)``."""
         is_measured = self.profile is not None or self.rank.peak is not None
-        return f"{size(nbytes)} ({nbytes / self.peak:.0%} of {'the peak' if is_measured else 'what is accounted for'})"
+        whole = "the peak" if is_measured else "what is accounted for"
+        return f"{in_bytes(nbytes)} ({nbytes / self.peak:.0%} of {whole})"
 
     @property
     def where(self) -> str:
@@ -138,9 +138,3 @@ def ranks_named(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0-2,5``."""
     numbers = tuple(map(str, sorted(ranks)))
     return f"rank{'s'[: len(numbers) > 1]} {fold_names(numbers)[0].strip('{}')}"
-
-
-def size(nbytes: float) -> str:
-    """``1.250 GiB``."""
-    unit = byte_unit([int(nbytes)])
-    return f"{format_bytes(int(nbytes), unit)} {unit}"

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from dist_ckpt.errors import counted
 from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
-from dist_ckpt.memory.records import MemoryReport, RankMemory
+from dist_ckpt.memory.records import ACCOUNTED, MemoryReport, RankMemory, in_bytes
 from dist_ckpt.report.html import deep_step, figures
-from dist_ckpt.report.html.page import Bytes, Cell, Chart, Share, Table, in_bytes
+from dist_ckpt.report.html.parts import Bytes, Cell, Chart, Share, Table
 
 BARS = 64
 """Ranks that are drawn side by side; of more, the heaviest. Tables have all."""
@@ -18,9 +18,6 @@ ROWS = 120
 
 POINTS = 1000
 """Of a curve over steps."""
-
-CATEGORIES = ("params", "grads", "optimizer", "other", "activations")
-"""Of the ledger; they sum to ``accounted``."""
 
 
 def at_peak_chart(report: MemoryReport, ranks: Sequence[RankMemory]) -> Chart:
@@ -49,10 +46,10 @@ def at_peak_chart(report: MemoryReport, ranks: Sequence[RankMemory]) -> Chart:
 def ledger_chart(report: MemoryReport) -> Chart:
     """Each rank's categories, which are a sum of maxima and no moment of the step."""
     drawn, note = _drawn(report.ranks)
-    stacks = {name: [getattr(rank, name) or 0 for rank in drawn] for name in CATEGORIES}
+    stacks = {name: [getattr(rank, name) or 0 for rank in drawn] for name in ACCOUNTED}
     peaks = [rank.peak for rank in drawn]
     marks = {"peak": peaks} if any(peak is not None for peak in peaks) else None
-    labels, columns = [_label(rank) for rank in drawn], (*_place_columns(report), *CATEGORIES, "accounted")
+    labels, columns = [_label(rank) for rank in drawn], (*_place_columns(report), *ACCOUNTED, "accounted")
     rows = tuple(
         (*_place(rank, report), *(Bytes(getattr(rank, name)) for name in columns[len(_place_columns(report)) :]))
         for rank in report.ranks
@@ -69,7 +66,7 @@ def ledger_chart(report: MemoryReport) -> Chart:
 def boundary_table(report: MemoryReport) -> Table:
     """Every figure of every rank, but those that no rank can say."""
     names = (
-        *CATEGORIES, "offloaded", "accounted", "live", "unattributed", "peak", "reserved", "non_torch",
+        *ACCOUNTED, "offloaded", "accounted", "live", "unattributed", "peak", "reserved", "non_torch",
         "device_used", "capacity",
     )  # fmt: skip
     known = [name for name in names if any(getattr(rank, name) is not None for rank in report.ranks)]
@@ -201,7 +198,7 @@ def _drawn(ranks: Sequence[RankMemory]) -> tuple[Sequence[RankMemory], str]:
     """The ranks of a chart, and what it leaves out."""
     if len(ranks) <= BARS:
         return ranks, ""
-    by_weight = sorted(ranks, key=lambda r: r.peak if r.peak is not None else r.accounted or 0, reverse=True)
+    by_weight = sorted(ranks, key=lambda r: r.peak_or_accounted or 0, reverse=True)
     return by_weight[:BARS], f"The {BARS} heaviest of {len(ranks)} ranks, heaviest first; the table has all. "
 
 
@@ -212,7 +209,7 @@ def _capacity(ranks: Sequence[RankMemory]) -> int | None:
 def _beyond(ranks: Sequence[RankMemory]) -> str:
     """The capacity, where it lies far above what is drawn."""
     capacity = _capacity(ranks)
-    highest = max((r.peak if r.peak is not None else r.accounted or 0 for r in ranks), default=0)
+    highest = max((r.peak_or_accounted or 0 for r in ranks), default=0)
     if capacity is None or capacity <= figures.CAPACITY_IN_SIGHT * highest:
         return ""
     return f"The device's capacity, {in_bytes(capacity)}, lies above the chart."

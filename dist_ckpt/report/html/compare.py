@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dist_ckpt.memory.profile.step_profile import KINDS
+from dist_ckpt.memory.records import ACCOUNTED, in_bytes
 from dist_ckpt.report.html import charts, figures
-from dist_ckpt.report.html.page import Bytes, Cell, Chart, Panel, Panels, Part, Table, in_bytes
+from dist_ckpt.report.html.parts import Bytes, Cell, Chart, Panel, Panels, Part, Table
 from dist_ckpt.report.html.plan_tree import plan_differences
 from dist_ckpt.report.run_data import RunData, policy_text
 
@@ -57,7 +58,7 @@ def memory(runs: Sequence[RunData]) -> tuple[Part, ...]:
     """What fills the heaviest rank of each run."""
     named = [(name, run.memory.heaviest) for name, run in zip(names_of(runs), runs, strict=True) if run.memory]
     deep = [(name, rank) for name, rank in named if rank.at_peak is not None]
-    found, kinds = (deep, KINDS) if deep else (named, charts.CATEGORIES)
+    found, kinds = (deep, KINDS) if deep else (named, ACCOUNTED)
     if not found:
         return ()
     stacks: dict[str, list[int]] = {

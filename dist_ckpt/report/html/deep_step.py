@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from dist_ckpt.memory.profile.step_profile import Phase, StepProfile
+from dist_ckpt.memory.records import in_bytes
 from dist_ckpt.report.html.figures import CAPACITY_IN_SIGHT, STACKED, Figure, Scale, capacity_line, pattern
-from dist_ckpt.report.html.page import in_bytes
 
 CURVE_POINTS = 400
 """Moments of a rank's curves in a page; of those between, the highest."""
@@ -255,7 +255,7 @@ def _work_lanes(profile: StepProfile) -> list[dict[str, Any]]:
         if spans:
             names = [span.module or "the model" for span in spans]
             places = [(span.start_s, span.end_s) for span in spans]
-            lanes.append(_lane(work, [work] * len(spans), places, [_short(name) for name in names], color))
+            lanes.append(_lane(work, [work] * len(spans), places, [name.rpartition(".")[2] for name in names], color))
     return lanes
 
 
@@ -307,9 +307,3 @@ def _block_and_rest(module: str | None) -> tuple[str, str]:
     parts = module.split(".")
     end = next((n for n, part in enumerate(parts, start=1) if part.isdigit()), 1)
     return ".".join(parts[:end]) or "the model itself", ".".join(parts[end:])
-
-
-def _short(module: str) -> str:
-    """The end of a module's name that tells blocks apart: ``layers.3`` is 3."""
-    last = module.rpartition(".")[2]
-    return last if not last.isdigit() or "." not in module else module.rpartition(".")[2]

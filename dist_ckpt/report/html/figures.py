@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt.memory.profile.step_profile import KINDS
-from dist_ckpt.memory.records import byte_unit
+from dist_ckpt.memory.records import GIB, MIB, byte_unit
 
 Figure = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ class Scale:
         return Scale(byte_unit(counts))
 
     def __call__(self, nbytes: float) -> float:
-        return float(f"{nbytes / (2**30 if self.unit == 'GiB' else 2**20):.6g}")
+        return float(f"{nbytes / (GIB if self.unit == 'GiB' else MIB):.6g}")
 
 
 def stacked_bars(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_ckpt.report.html.page import Bytes, Cell, Fact, Facts, Listing, Part, Section, Share, Table, in_bytes, render
+from dist_ckpt.memory.records import ACCOUNTED, MemoryReport, in_bytes
+from dist_ckpt.report.html.page import render
+from dist_ckpt.report.html.parts import Bytes, Cell, Fact, Facts, Listing, Part, Section, Share, Table
 
 Record = Mapping[str, Any]
 """What ``oom/rank_r.json`` holds."""
+
+_RANKS = 64
+"""Of the last report that are listed, the heaviest."""
 
 _PHASES = {
     "setup": "while the model was set up",
@@ -120,7 +125,7 @@ def _next(record: Record) -> tuple[Part, ...]:
             one["change"],
             Bytes(one["freed_bytes"]),
             Bytes(one["saved_bytes"]),
-            f"+{one['recomputed']:.1%}".replace("%", " %"),
+            f"+{one['recomputed']:.1%}",
         )
         for one in found
     )
@@ -149,25 +154,21 @@ def _holdings(record: Record) -> tuple[Part, ...]:
 
 
 def _ranks(record: Record) -> tuple[Part, ...]:
-    report = record["last_report"]
-    if report is None:
+    if record["last_report"] is None:
         return ("No memory was reported before.",)
-    heaviest = record["heaviest_rank"]
-    columns = ("rank", "params", "grads", "optimizer", "activations", "other", "accounted", "peak")
-    rows = tuple(
-        (rank["rank"], *(Bytes(rank[name]) for name in columns[1:])) for rank in _heaviest_first(report["ranks"])
+    report, heaviest = MemoryReport.from_dict(record["last_report"]), record["heaviest_rank"]
+    columns = (*ACCOUNTED, "accounted", "peak")
+    shown = sorted(report.ranks, key=lambda rank: rank.peak_or_accounted or 0, reverse=True)[:_RANKS]
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (rank.rank, *(Bytes(getattr(rank, name)) for name in columns)) for rank in shown
     )
-    left_out = len(report["ranks"]) - len(rows)
+    left_out = len(report.ranks) - len(rows)
     note = f"The {left_out} lightest ranks are left out." if left_out else ""
     mine = "this one" if heaviest == record["rank"] else f"rank {heaviest}"
     return (
-        Listing(((f"The heaviest rank was {mine}, as of step {report['step']}.", ""),)),
-        Table(f"memory per rank at step {report['step']}", columns, rows, note=note),
+        Listing(((f"The heaviest rank was {mine}, as of step {report.step}.", ""),)),
+        Table(f"memory per rank at step {report.step}", ("rank", *columns), rows, note=note),
     )
-
-
-def _heaviest_first(ranks: Sequence[Mapping[str, Any]], most: int = 64) -> Iterator[Mapping[str, Any]]:
-    return iter(sorted(ranks, key=lambda rank: -(rank["peak"] or rank["accounted"] or 0))[:most])
 
 
 def _module(name: str | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dist_ckpt.errors import counted
 from dist_ckpt.plan import Plan, Region, SaveRule, fold_names
 from dist_ckpt.policy import described
-from dist_ckpt.report.html.page import Node, Table
+from dist_ckpt.report.html.parts import Node, Table
 
 
 def plan_tree(plan: Plan) -> tuple[Node, ...]:

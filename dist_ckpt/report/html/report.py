@@ -8,7 +8,8 @@ from pathlib import Path
 
 from dist_ckpt.errors import ReportError, counted
 from dist_ckpt.report.html import compare, sections
-from dist_ckpt.report.html.page import Part, Section, render
+from dist_ckpt.report.html.page import render
+from dist_ckpt.report.html.parts import Part, Section
 from dist_ckpt.report.run_data import RunData, read_run
 
 _OF_A_RUN: tuple[tuple[str, str, Callable[[RunData], tuple[Part, ...]]], ...] = (

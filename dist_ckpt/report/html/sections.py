@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 
 from dist_ckpt.errors import counted
 from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
-from dist_ckpt.memory.records import MemoryReport
+from dist_ckpt.memory.records import GIB, MemoryReport, in_bytes
 from dist_ckpt.report.advice import RunFacts, advice
 from dist_ckpt.report.html import deep_step, figures
 from dist_ckpt.report.html.charts import (
@@ -24,7 +24,7 @@ from dist_ckpt.report.html.charts import (
     thinned,
     timeline_chart,
 )
-from dist_ckpt.report.html.page import (
+from dist_ckpt.report.html.parts import (
     Bytes,
     Cell,
     Chart,
@@ -37,7 +37,6 @@ from dist_ckpt.report.html.page import (
     Panels,
     Part,
     Table,
-    in_bytes,
 )
 from dist_ckpt.report.html.plan_tree import plan_tree
 from dist_ckpt.report.run_data import RunData
@@ -164,7 +163,7 @@ def training(run: RunData) -> tuple[Part, ...]:
         ("Throughput", "tokens/s", True, [line["tokens_per_s"] for line in run.steps]),
     ]
     if samples and heaviest:
-        per_gib = [samples / line["step_s"] / (heaviest / 2**30) for line in run.steps]
+        per_gib = [samples / line["step_s"] / (heaviest / GIB) for line in run.steps]
         curves.append(("Samples per second and GiB of the heaviest rank", "samples/s/GiB", True, [*per_gib]))
     curves.append(("Learning rate", "rate", True, [line["lr"] for line in run.steps]))
     places = [line["step"] for line in run.steps]
@@ -282,7 +281,7 @@ def _memory_facts(run: RunData) -> list[Fact]:
         return []
     rank = report.heaviest
     stage = f", stage {rank.stage}" if rank.stage is not None else ""
-    known = rank.peak if rank.peak is not None else rank.accounted
+    known = rank.peak_or_accounted
     where = f"on rank {rank.rank}{stage}"
     if rank.at_peak is not None:
         where += f", in {rank.at_peak['phase']}"
@@ -303,7 +302,7 @@ def _memory_facts(run: RunData) -> list[Fact]:
         room = rank.capacity - known
         facts.append(Fact("Headroom", in_bytes(room), f"{room / rank.capacity:.0%} of {in_bytes(rank.capacity)}"))
     if len(report.ranks) > 1:
-        peaks = [r.peak if r.peak is not None else r.accounted or 0 for r in report.ranks]
+        peaks = [r.peak_or_accounted or 0 for r in report.ranks]
         facts.append(Fact("Lightest rank", in_bytes(min(peaks)), f"of {len(peaks)}"))
     return facts
 

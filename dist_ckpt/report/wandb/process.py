@@ -15,12 +15,14 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from dist_ckpt.memory.records import MemoryReport
 from dist_ckpt.report.jsonl import read_json_lines
 from dist_ckpt.report.wandb.log import last_step, logs
 from dist_ckpt.report.wandb.metrics import (
-    CATEGORIES,
+    PARTS,
     line_metrics,
     memory_metrics,
     peak_table,
@@ -32,11 +34,17 @@ if TYPE_CHECKING:
     import wandb
 
 _CONNECT_S, _UPLOAD_S = 12, 25
-"""Before a run becomes an offline one; for what is left at its end. Below the trainer's patience."""
+"""Before a run becomes an offline one; for what is left at its end, as far as the trainer waits for so long."""
+_LAST_WORDS_S = 3.0
+"""Of the trainer's patience at the end: for what is to be said when uploading has taken the rest of it."""
 _OUT_OF_MEMORY = 3
 _KILLED = 1
 """What a run is told to have ended with if nobody says so."""
 _ARTIFACT = ("config.yaml", "plan.json", "cost.json", "metrics.jsonl", "memory.jsonl", "report.html")
+
+
+class _OutOfTime(BaseException):
+    """The trainer will soon wait no longer. No ``Exception``, which W&B would take for one of its own."""
 
 
 def main() -> None:
@@ -59,6 +67,9 @@ def main() -> None:
 
     try:
         _record(start, folder, map(json.loads, records), warn)
+    except _OutOfTime:
+        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+        os._exit(0)  # W&B would go on at exit
     except Exception as error:
         traceback.print_exc()
         warn(f"recording has ended: {_first_line(error)}")
@@ -88,19 +99,33 @@ def _record(
     seen = last_step(folder, start["id"])
     run = _open_run(start, folder, warn)
     curves = Curves(run, seen, start["world_size"], start["max_ranks"])
-    code = _KILLED
+    code, waits_s = _KILLED, float(_UPLOAD_S)
     for record in itertools.chain(_earlier(folder, start["after_step"]), records):
         if "finish" in record:
-            code = record["finish"]
+            code, all_in_all_s = record["finish"], record["patience_s"] - _LAST_WORDS_S
+            waits_s = min(waits_s, all_in_all_s)
+            _end_after(all_in_all_s)
             break
         curves.take(record)
-    curves.end(code, folder)
     try:
+        curves.end(code, folder)
         run.finish(exit_code=code)
-    except TimeoutError:
+    except (TimeoutError, _OutOfTime) as late:
         path = logs(folder, start["id"])[-1].parent
-        warn(f"not all was uploaded within {_UPLOAD_S} s; the rest with: wandb sync {path}")
+        warn(f"not all was uploaded within {waits_s:g} s; the rest with: wandb sync {path}")
+        if isinstance(late, _OutOfTime):
+            raise
     wandb.teardown(exit_code=code)
+
+
+def _end_after(seconds: float) -> None:
+    """Raises :class:`_OutOfTime` then, wherever this thread is: W&B's own limit is set when the run is opened."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise _OutOfTime
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _open_run(start: Mapping[str, Any], folder: Path, warn: Callable[[str], None]) -> wandb.Run:
@@ -182,7 +207,7 @@ class Curves:
         self._media: dict[str, Any] = {}
         """Of the same row."""
         self._takes_media = True
-        self._report: Mapping[str, Any] | None = None
+        self._report: MemoryReport | None = None
 
     def take(self, record: Mapping[str, Any]) -> None:
         """A line, which begins a row, or a report, which belongs to the line before it."""
@@ -190,10 +215,11 @@ class Curves:
             self._commit()
             self._step, self._row = record["line"]["step"], line_metrics(record["line"], self._world_size)
         if "memory" in record:
-            self._report = record["memory"]
-        if "memory" in record and self._step > self._seen:
-            self._row |= memory_metrics(record["memory"], self._max_ranks)
-            if (table := peak_table(record["memory"])) is not None:
+            self._report = MemoryReport.from_dict(record["memory"])
+            if self._step <= self._seen:
+                return
+            self._row |= memory_metrics(self._report, self._max_ranks)
+            if (table := peak_table(self._report)) is not None:
                 kinds = [column.removesuffix("(GiB)") for column in table[0][2:]]
                 self._media |= _table_and_chart("memory/at_peak", table, kinds)
 
@@ -206,7 +232,7 @@ class Curves:
         if code == _OUT_OF_MEMORY:
             self._row["memory/num_ooms"] = 1
         if self._report is not None:
-            self._media |= _table_and_chart("memory/ranks", rank_table(self._report), CATEGORIES)
+            self._media |= _table_and_chart("memory/ranks", rank_table(self._report), PARTS)
         if (page := folder / "report.html").exists():
             self._media["report"] = wandb.Html(str(page), inject=False)
         self._commit()

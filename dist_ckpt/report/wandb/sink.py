@@ -91,8 +91,8 @@ class WandbSink(Sink):
 
     def finish(self, exit_code: int) -> None:
         """Waits until W&B has everything, but not for ever."""
-        self._send({"finish": exit_code})
         patience_s = _PATIENCE_S if exit_code == 0 else _PATIENCE_AFTER_FAILURE_S
+        self._send({"finish": exit_code, "patience_s": patience_s})
         deadline = time.monotonic() + patience_s
         while (process := self._process) is not None and time.monotonic() < deadline:
             self._hear()

@@ -13,6 +13,7 @@ from typing import Any
 
 from dist_ckpt.deepspeed_config import read_config
 from dist_ckpt.errors import ConfigError, PlanError
+from dist_ckpt.memory.records import GIB
 from dist_ckpt.policy import NoPolicy, PerStagePolicy, Policy, SegmentsPolicy, described, policy_from
 from dist_ckpt.trainer.checks import check
 from dist_ckpt.trainer.config import Config, load_config
@@ -150,7 +151,7 @@ class Sweep:
     @property
     def budget_bytes(self) -> int | None:
         budget = self.options.budget_gib
-        return None if budget is None else int(budget * 2**30)
+        return None if budget is None else int(budget * GIB)
 
     def with_micro_batch(self, size: int) -> Config:
         """The runs' configuration with another micro-batch."""

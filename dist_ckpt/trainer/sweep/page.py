@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dist_ckpt.memory.records import in_bytes
 from dist_ckpt.report.html.figures import Scale, Trade, lines, pareto, pareto_front
-from dist_ckpt.report.html.page import Bytes, Chart, Fact, Table, render
+from dist_ckpt.report.html.page import render
+from dist_ckpt.report.html.parts import Bytes, Chart, Fact, Table
 from dist_ckpt.trainer.sweep.show import remarks, results_table
 from dist_ckpt.trainer.sweep.summary import ResultRow
 
@@ -80,7 +82,7 @@ def _highlights(results: Sequence[ResultRow]) -> list[Fact]:
     found = [Fact("fastest", fastest.label, f"{1000 * (fastest.step_s or 0):,.0f} ms a step")]
     if measured := [row for row in done if row.peak_bytes is not None]:
         smallest = min(measured, key=lambda row: row.peak_bytes or 0)
-        found.append(Fact("least memory", smallest.label, f"peak {Bytes(smallest.peak_bytes).text}"))
+        found.append(Fact("least memory", smallest.label, f"peak {in_bytes(smallest.peak_bytes)}"))
         densest = max(measured, key=lambda row: row.samples_per_s_per_gib or 0.0)
         found.append(Fact("most samples/s/GiB", densest.label, f"{densest.samples_per_s_per_gib or 0:,.1f}"))
     if fitting := [row for row in done if row.fit_samples_per_s is not None]:

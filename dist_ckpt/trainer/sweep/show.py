@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from dist_ckpt.report.html.page import Bytes, Cell, Table, in_bytes
+from dist_ckpt.memory.records import in_bytes
+from dist_ckpt.report.html.parts import Bytes, Cell, Table
 from dist_ckpt.trainer.sweep.outcome import Outcome, Status
 from dist_ckpt.trainer.sweep.summary import ResultRow, step_median_s
 

@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dist_ckpt.memory.records import GIB
 from dist_ckpt.trainer.sweep.fit import Fit
 from dist_ckpt.trainer.sweep.outcome import Outcome, Status
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
