@@ -48,6 +48,17 @@ def weak_storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def referenced_storage(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """What such a reference refers to; ``None`` if it is gone."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return found
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that only the tensor's storage has, as long as that lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def running_backward() -> int | None:
     """A number that only the backward that is running on this thread has, if one is."""
     task = torch._C._current_graph_task_id()
@@ -121,6 +132,11 @@ def custom_function(node: Any, kind: NodeKind) -> str | None:
 def sequence_number() -> int:
     """The number that this thread's next autograd node gets."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def node_number(node: Any) -> int:
+    """The number of an autograd node; on one thread, nodes that are made later have larger ones."""
+    return int(node._sequence_nr())
 
 
 def keeps_less_on_fakes(node: Any) -> bool:

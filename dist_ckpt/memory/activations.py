@@ -111,7 +111,7 @@ class _Walk:
             if torch_private.is_opaque(node, kind) or (self.is_fake and torch_private.keeps_less_on_fakes(node)):
                 self.opaque.add(node.name().removeprefix("torch::autograd::"))
             if function := torch_private.custom_function(node, kind):
-                functions.append((function, node._sequence_nr()))
+                functions.append((function, torch_private.node_number(node)))
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)

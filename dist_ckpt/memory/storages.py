@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dist_ckpt.compat.torch import storage_id
+
 
 class Storages:
     """A set of distinct storages.
@@ -29,15 +31,14 @@ class Storages:
         """
         added = 0
         for part in plain_parts(tensor):
-            storage = part.untyped_storage()
-            key = storage._cdata
+            storage, key = part.untyped_storage(), storage_id(part)
             if key not in self._by_id and not (unless_in is not None and key in unless_in._by_id):
                 self._by_id[key] = storage
                 added += storage.nbytes()
         return added
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return all(part.untyped_storage()._cdata in self._by_id for part in plain_parts(tensor))
+        return all(storage_id(part) in self._by_id for part in plain_parts(tensor))
 
     @property
     def nbytes(self) -> int:

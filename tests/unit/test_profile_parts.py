@@ -74,11 +74,14 @@ def test_kinds_follow_owners_then_the_place() -> None:
         Op("aten::relu", 22, 23, 3, sequence=9),
         Op("aten::mm", 30, 31, 3),
         Op("FSDP::all_gather_copy_out (layers.1)", 50, 60, -1),
+        Op(node, 62, 70, -1, sequence=5),
+        Op("aten::mul", 63, 64, 7, sequence=9),
     )
-    made = {op: Allocation(op, 1, ops[op].start, op, ops[op].end + 1) for op in (1, 4, 5, 6)}
+    made = {op: Allocation(op, 1, ops[op].start, op, ops[op].end + 1) for op in (1, 4, 5, 6, 8)}
     kinds = Attribution(Trace(ops, ()))
-    assert [kinds.kind(made[op]) for op in made] == ["temporary", "recompute", "temporary", "unsharded"]
-    assert [kinds.module(made[op]) for op in made] == ["layers.0", "layers.0", "layers.0", "layers.1"]
+    assert [kinds.kind(made[op]) for op in made] == ["temporary", "recompute", "temporary", "unsharded", "temporary"]
+    assert [kinds.module(made[op]) for op in made] == ["layers.0", "layers.0", "layers.0", "layers.1", "layers.0"]
+    assert [op for op in range(len(ops)) if kinds.is_redone(op)] == [4], "a hook of a node runs nothing again"
     made[5].seen.append(sighting(3, 5, 1))
     assert kinds.kind(made[5]) == "grads"
     made[6].seen += [sighting(3, 6, 1, "params"), sighting(3, 6, 1, "unsharded")]

@@ -15,7 +15,8 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+
+from dist_ckpt.compat import stack
 
 _TEXTS = re.compile(
     r"DefaultCPUAllocator: |^std::bad_alloc$|CUDA (driver )?error: out of memory|Cuda failure \d* ?'out of memory'"
@@ -103,9 +104,7 @@ def place_of(error: BaseException, names: Mapping[nn.Module, str]) -> FailureSit
     module = collective = line = None
     for frame, number in frames_of(error):
         phase = _phase(phase, frame)
-        if (
-            frame.f_code.co_name == _RUNS_BACKWARD
-        ):  # by whichever module: what it is doing says who is called from there
+        if stack.runs_backward(frame):  # by whichever module: what it is doing says who is called from there
             module = None
         module = next((names[m] for m in _modules(frame) if m in names), module)
         collective = collective or _collective(frame)
@@ -141,23 +140,21 @@ def _phase(so_far: FailurePhase, frame: FrameType) -> FailurePhase:
     """The phase inside this frame, given its caller's."""
     if so_far in ("setup", "evaluation", "saving", "optimizer", "recompute"):
         return so_far
-    name, file = frame.f_code.co_name, Path(frame.f_code.co_filename).as_posix()
-    own, deepspeed = "/dist_ckpt/engines/" in file, "/deepspeed/runtime/" in file
-    if own and name in _OF_ENGINES:
-        return _OF_ENGINES[name]
-    if deepspeed and name in _OF_DEEPSPEED:
-        return _OF_DEEPSPEED[name]
-    if name == _RUNS_BACKWARD:
+    name = frame.f_code.co_name
+    if name in OF_ENGINES and "/dist_ckpt/engines/" in Path(frame.f_code.co_filename).as_posix():
+        return OF_ENGINES[name]
+    if work := stack.work_of_deepspeed(frame):
+        return work
+    if stack.runs_backward(frame):
         return "backward"
-    if isinstance(frame.f_locals.get("self"), Optimizer) or file.endswith("torch/nn/utils/clip_grad.py"):
+    if stack.is_optimizers(frame):
         return "optimizer"
-    if name == "_call_impl" and isinstance(frame.f_locals.get("self"), nn.Module):
+    if stack.called_module(frame) is not None:
         return "recompute" if so_far == "backward" else "forward"
-    return "loss" if so_far == "other" and name in _LOSSES else so_far
+    return "loss" if so_far == "other" and name in LOSSES else so_far
 
 
-_RUNS_BACKWARD = "_engine_run_backward"
-_OF_ENGINES: Mapping[str, FailurePhase] = {
+OF_ENGINES: Mapping[str, FailurePhase] = {
     "prepare": "setup",
     "eval_loss": "evaluation",
     "save": "saving",
@@ -166,19 +163,9 @@ _OF_ENGINES: Mapping[str, FailurePhase] = {
     "_at_boundary": "optimizer",
     "_backward": "backward",
 }
-_OF_DEEPSPEED: Mapping[str, FailurePhase] = {
-    "backward": "backward",
-    "_exec_backward_pass": "backward",
-    "_exec_reduce_grads": "backward",
-    "_exec_reduce_tied_grads": "backward",
-    "_exec_recv_grads": "backward",
-    "_exec_send_grads": "backward",
-    "_exec_recv_activations": "forward",
-    "_exec_send_activations": "forward",
-    "_exec_optimizer_step": "optimizer",
-    "step": "optimizer",
-}
-_LOSSES = ("cross_entropy", "linear_cross_entropy", "nll_loss", "token_loss")
+"""Methods of this package's engines."""
+LOSSES = ("cross_entropy", "linear_cross_entropy", "nll_loss", "token_loss")
+"""Functions of torch's and of this package."""
 
 
 def _modules(frame: FrameType) -> Iterator[nn.Module]:
@@ -194,10 +181,9 @@ def _modules(frame: FrameType) -> Iterator[nn.Module]:
 
 def _collective(frame: FrameType) -> str | None:
     file = Path(frame.f_code.co_filename).as_posix()
-    name = frame.f_code.co_name
     if file.endswith(("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")):
-        return name
-    return name if file.endswith("/_fsdp_collectives.py") and name.startswith("foreach_") else None
+        return frame.f_code.co_name
+    return stack.fsdp2_collective(frame)
 
 
 def is_library(file: str) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dist_ckpt.compat import fsdp
 from dist_ckpt.compat import torch as torch_private
+from dist_ckpt.compat.torch import node_number
 from dist_ckpt.memory.packed import Packed
 from dist_ckpt.names import is_replicated, named_parameters, unwrapped_name
 
@@ -60,7 +61,7 @@ class GraphNames:
 
     def keeper(self, tensor: Tensor) -> tuple[str | None, str] | None:
         """The module and the node that keep a tensor's storage for backward; ``None`` if it was met in no graph."""
-        found = self._keepers.get(tensor.untyped_storage()._cdata)
+        found = self._keepers.get(torch_private.storage_id(tensor))
         if found is None:
             return None
         keeper, source = found
@@ -79,14 +80,14 @@ class GraphNames:
             roots: from which it started.
         """
         waiting = [node for node in _nodes(roots) if node in self._of and _holds_anything(node)]
-        return self._of[max(waiting, key=_number)] if waiting else None
+        return self._of[max(waiting, key=node_number)] if waiting else None
 
     def _name(self, modules: Mapping[int, str]) -> None:
         used: dict[Any, list[str]] = {}
         """Node → modules of the parameters that it is given."""
         through: dict[Any, list[str]] = {}
         comes_from: dict[Any, str | None] = {}
-        upwards = sorted(self._nodes, key=lambda node: -1 if hasattr(node, "variable") else _number(node))
+        upwards = sorted(self._nodes, key=lambda node: -1 if hasattr(node, "variable") else node_number(node))
         for node in upwards:
             variable = getattr(node, "variable", None)
             if variable is not None:
@@ -98,12 +99,12 @@ class GraphNames:
             is_parameter = is_view and children and all(through.get(child) for child in children)
             through[node] = used[node] if is_parameter else []
             before = [child for child in children if child in used and not through[child]]
-            last = max(before, key=_number, default=None)
+            last = max(before, key=node_number, default=None)
             comes_from[node] = None if last is None else common_module(used[last]) if used[last] else comes_from[last]
         flows_to: dict[Any, str | None] = {}
         for node in reversed(upwards):
             users = [user for user in self._users.get(node, ()) if user in used]
-            first = min(users, key=_number, default=None)
+            first = min(users, key=node_number, default=None)
             flows_to[node] = None if first is None else common_module(used[first]) if used[first] else flows_to[first]
             if node in used:
                 self._of[node] = (
@@ -144,7 +145,7 @@ class GraphNames:
         data = item.data if isinstance(item, torch_private.SavedTensor) else item
         tensor = data.held if isinstance(data, Packed) else data
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-            self._keepers.setdefault(tensor.untyped_storage()._cdata, (keeper, source))
+            self._keepers.setdefault(torch_private.storage_id(tensor), (keeper, source))
 
 
 def modules_of_parameters(model: nn.Module) -> dict[int, str]:
@@ -173,10 +174,6 @@ def _nodes(roots: Iterable[Tensor]) -> list[Any]:
 
 def _children(node: Any) -> list[Any]:
     return [child for child, _ in node.next_functions if child is not None]
-
-
-def _number(node: Any) -> int:
-    return int(node._sequence_nr())
 
 
 def _holds_anything(node: Any) -> bool:

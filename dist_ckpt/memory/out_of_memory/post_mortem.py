@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dist_ckpt.compat import stack
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.memory.activations import saved_bytes
 from dist_ckpt.memory.holders import holders_of, visible_tensors
@@ -221,8 +222,8 @@ class _Examination:
         started: list[Tensor] = []
         again: list[Tensor] = []
         for frame, _ in frames_of(self._error):
-            if frame.f_code.co_name == "_engine_run_backward":
-                started += _tensors(frame.f_locals.get("t_outputs"))
+            if stack.runs_backward(frame):
+                started += _tensors(stack.backward_roots(frame))
             elif started:
                 again += _tensors(list(frame.f_locals.values()))
         return started, again
@@ -294,7 +295,7 @@ def _names_by_storage(owned: Iterable[tuple[str, Tensor]]) -> dict[int, list[str
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(plain_parts(tensor)[0].untyped_storage()._cdata)
+    return torch_private.storage_id(plain_parts(tensor)[0])
 
 
 def _tensors(value: object) -> list[Tensor]:

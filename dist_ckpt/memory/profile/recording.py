@@ -268,8 +268,7 @@ class Recording:
         self._seen.extend(sightings(mark, kind, name, tensor))
         if mark == 0 and kind not in ("params", "optimizer", "buffers"):
             for part in plain_parts(tensor):
-                storage = part.untyped_storage()
-                self._watched[storage.data_ptr()] = StorageWeakRef(storage)
+                self._watched[part.untyped_storage().data_ptr()] = torch_private.weak_storage(part)
 
     def _look_for_gone(self, mark: int) -> None:
         """What was there before and is not any more: expired, or of no size (FSDP releases storages so)."""
@@ -322,7 +321,7 @@ def reconciled(memory: RankMemory, profile: StepProfile, peak: int | None) -> Ra
 def _is_gone(address: int, ref: StorageWeakRef) -> bool:
     if ref.expired():
         return True
-    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    storage = torch_private.referenced_storage(ref)
     return storage is None or storage.data_ptr() != address
 
 
