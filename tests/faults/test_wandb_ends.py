@@ -135,7 +135,7 @@ def test_an_outage_in_the_middle(tmp_path: Path, _home: Path) -> None:
     assert finished.code == 0, finished.output
     finished.assert_quick(90)
     (said,) = of_wandb(finished)
-    assert "not all was uploaded within 25 s; the rest with: wandb sync " in said
+    assert "not all was uploaded in time; the rest with: wandb sync " in said
     (start,) = recorded(tmp_path / "run")
     assert str(start.folder) == said.rpartition("wandb sync ")[2]
     assert_as_in_the_folder(tmp_path / "run", [start])
@@ -152,10 +152,11 @@ def test_an_outage_in_a_run_that_fails(tmp_path: Path) -> None:
     finished.assert_quick(45)
     assert exit_record(tmp_path / "run")["code"] == 1
     (said,) = of_wandb(finished)
-    assert "not all was uploaded within 12 s; the rest with: wandb sync " in said
+    assert "not all was uploaded in time; the rest with: wandb sync " in said
     (start,) = recorded(tmp_path / "run")
     assert str(start.folder) == said.rpartition("wandb sync ")[2]
     assert_as_in_the_folder(tmp_path / "run", [start])
+    assert start.exit_code == 1
 
 
 def test_a_run_that_is_stopped_on_its_page_saves_its_state(tmp_path: Path) -> None:

@@ -12,14 +12,17 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from dist_ckpt.memory.records import MemoryReport
 from dist_ckpt.report.jsonl import read_json_lines
+from dist_ckpt.report.run_layout import RunLayout
 from dist_ckpt.report.wandb.log import last_step, logs
 from dist_ckpt.report.wandb.metrics import (
     PARTS,
@@ -34,17 +37,16 @@ if TYPE_CHECKING:
     import wandb
 
 _CONNECT_S, _UPLOAD_S = 12, 25
-"""Before a run becomes an offline one; for what is left at its end, as far as the trainer waits for so long."""
+"""Before a run becomes an offline one; for what is left at its end, if the trainer waits for so long."""
 _LAST_WORDS_S = 3.0
-"""Of the trainer's patience at the end: for what is to be said when uploading has taken the rest of it."""
+"""Of the trainer's patience at the end: to say that uploading has taken the rest of it."""
 _OUT_OF_MEMORY = 3
 _KILLED = 1
 """What a run is told to have ended with if nobody says so."""
-_ARTIFACT = ("config.yaml", "plan.json", "cost.json", "metrics.jsonl", "memory.jsonl", "report.html")
 
 
 class _OutOfTime(BaseException):
-    """The trainer will soon wait no longer. No ``Exception``, which W&B would take for one of its own."""
+    """The trainer will not wait for this much longer. No ``Exception``, which W&B would take for one of its own."""
 
 
 def main() -> None:
@@ -58,7 +60,7 @@ def main() -> None:
     start = json.loads(records.readline())
     sys.argv[:] = start["argv"]  # W&B notes the command
     folder = Path(start["folder"])
-    tempfile.tempdir = str(folder / "wandb" / "tmp")
+    tempfile.tempdir = str(RunLayout(folder).wandb / "tmp")
     os.makedirs(tempfile.tempdir, exist_ok=True)
 
     def warn(text: str) -> None:
@@ -99,33 +101,37 @@ def _record(
     seen = last_step(folder, start["id"])
     run = _open_run(start, folder, warn)
     curves = Curves(run, seen, start["world_size"], start["max_ranks"])
-    code, waits_s = _KILLED, float(_UPLOAD_S)
+    code, until_s = _KILLED, time.monotonic() + 2 * _UPLOAD_S
     for record in itertools.chain(_earlier(folder, start["after_step"]), records):
         if "finish" in record:
-            code, all_in_all_s = record["finish"], record["patience_s"] - _LAST_WORDS_S
-            waits_s = min(waits_s, all_in_all_s)
-            _end_after(all_in_all_s)
+            code, until_s = record["finish"], record["until_s"] - _LAST_WORDS_S
             break
         curves.take(record)
     try:
-        curves.end(code, folder)
-        run.finish(exit_code=code)
+        with _at_most((until_s - time.monotonic()) / 2):
+            curves.end(code, folder)
+        with _at_most(until_s - time.monotonic()):
+            run.finish(exit_code=code)
     except (TimeoutError, _OutOfTime) as late:
-        path = logs(folder, start["id"])[-1].parent
-        warn(f"not all was uploaded within {waits_s:g} s; the rest with: wandb sync {path}")
+        warn(f"not all was uploaded in time; the rest with: wandb sync {logs(folder, start['id'])[-1].parent}")
         if isinstance(late, _OutOfTime):
             raise
     wandb.teardown(exit_code=code)
 
 
-def _end_after(seconds: float) -> None:
-    """Raises :class:`_OutOfTime` then, wherever this thread is: W&B's own limit is set when the run is opened."""
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises :class:`_OutOfTime` inside once they have passed: a limit of W&B's own is set when the run is opened."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise _OutOfTime
 
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _open_run(start: Mapping[str, Any], folder: Path, warn: Callable[[str], None]) -> wandb.Run:
@@ -151,7 +157,7 @@ def _open_run(start: Mapping[str, Any], folder: Path, warn: Callable[[str], None
             x_transaction_log_flush_interval=1.0,
         )
         wandb.setup(settings)  # before init: what init itself says is silent only then (wandb 0.31)
-        plan = folder / "plan.json"
+        plan = RunLayout(folder).plan
         return wandb.init(
             settings=settings,
             project=start["project"],
@@ -176,10 +182,9 @@ def _open_run(start: Mapping[str, Any], folder: Path, warn: Callable[[str], None
 
 def _earlier(folder: Path, after_step: int) -> Iterable[Mapping[str, Any]]:
     """The records of earlier starts that count: W&B may lack some, after a kill or if it was not asked for then."""
-    found = {name: folder / f"{name}.jsonl" for name in ("metrics", "memory")}
     lines, reports = (
         [record for record in read_json_lines(path) if record["step"] <= after_step] if path.exists() else []
-        for path in found.values()
+        for path in (RunLayout(folder).metrics, RunLayout(folder).memory)
     )
     by_step = {report["step"]: report for report in reports}
     for line in lines:
@@ -233,11 +238,12 @@ class Curves:
             self._row["memory/num_ooms"] = 1
         if self._report is not None:
             self._media |= _table_and_chart("memory/ranks", rank_table(self._report), PARTS)
-        if (page := folder / "report.html").exists():
-            self._media["report"] = wandb.Html(str(page), inject=False)
+        run = RunLayout(folder)
+        if run.report.exists():
+            self._media["report"] = wandb.Html(str(run.report), inject=False)
         self._commit()
         artifact = wandb.Artifact(f"run-{self._run.id}", type="run")
-        for path in (folder / name for name in _ARTIFACT):
+        for path in (run.config, run.plan, run.cost, run.metrics, run.memory, run.report):
             if path.exists():
                 artifact.add_file(str(path))
         self._with_media(lambda: self._run.log_artifact(artifact))
@@ -253,13 +259,15 @@ class Curves:
     def _with_media(self, send: Callable[[], object]) -> bool:
         """Sends tables or files, for which W&B waits for its server (wandb 0.31): not again after it was not there.
 
+        The row without them, and the end of the run, are to be recorded even if that has taken all of its time.
+
         Returns:
             Whether that worked.
         """
         if self._takes_media:
             try:
                 send()
-            except Exception:
+            except (Exception, _OutOfTime):
                 traceback.print_exc()
                 self._takes_media = False
         return self._takes_media

@@ -19,6 +19,7 @@ from typing import Any
 
 from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import MemoryReport
+from dist_ckpt.report.run_layout import RunLayout
 from dist_ckpt.report.sinks import Sink
 
 _LIMIT_BYTES = 64 * 2**20
@@ -58,7 +59,7 @@ class WandbSink(Sink):
         self._say = say
         self._waiting, self._heard = bytearray(), bytearray()
         self._process: subprocess.Popen[bytes] | None = None
-        own = folder.absolute() / "wandb"
+        own = RunLayout(folder.absolute()).wandb
         try:
             own.mkdir(parents=True, exist_ok=True)
             start = {
@@ -92,8 +93,8 @@ class WandbSink(Sink):
     def finish(self, exit_code: int) -> None:
         """Waits until W&B has everything, but not for ever."""
         patience_s = _PATIENCE_S if exit_code == 0 else _PATIENCE_AFTER_FAILURE_S
-        self._send({"finish": exit_code, "patience_s": patience_s})
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + patience_s  # which is the same clock there
+        self._send({"finish": exit_code, "until_s": deadline})
         while (process := self._process) is not None and time.monotonic() < deadline:
             self._hear()
             self._write()
