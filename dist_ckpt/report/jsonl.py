@@ -9,6 +9,7 @@ from typing import Any
 
 from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import MemoryReport
+from dist_ckpt.report.run_layout import RunLayout, of_rank
 from dist_ckpt.report.sinks import Sink
 
 
@@ -42,15 +43,13 @@ class RunFiles(Sink):
     """The files of a run folder that are always written.
 
     Args:
-        metrics: a line a step.
-        memory: a line a report.
-        profiles: folder for the deep step, a file a rank.
+        run: its folder.
         after_step: as for :class:`JsonLines`.
     """
 
-    def __init__(self, metrics: Path, memory: Path, profiles: Path, after_step: int = 0) -> None:
-        self._metrics, self._memory = JsonLines(metrics, after_step), JsonLines(memory, after_step)
-        self._profiles = profiles
+    def __init__(self, run: RunLayout, after_step: int = 0) -> None:
+        self._metrics, self._memory = JsonLines(run.metrics, after_step), JsonLines(run.memory, after_step)
+        self._profiles = run.profiles
 
     def step(self, line: Mapping[str, float | int]) -> None:
         self._metrics.write(line)
@@ -61,8 +60,7 @@ class RunFiles(Sink):
     def profile(self, profiles: Sequence[StepProfile]) -> None:
         self._profiles.mkdir(exist_ok=True)
         for profile in profiles:
-            path = self._profiles / f"rank_{profile.rank}.json"
-            path.write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
+            of_rank(self._profiles, profile.rank).write_text(json.dumps(profile.to_dict()) + "\n", encoding="utf-8")
 
     def finish(self, exit_code: int) -> None:
         self._metrics.close()

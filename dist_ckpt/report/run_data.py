@@ -16,26 +16,12 @@ from dist_ckpt.memory.profile.step_profile import StepProfile
 from dist_ckpt.memory.records import GIB, MemoryReport
 from dist_ckpt.plan import Plan
 from dist_ckpt.policy import described
+from dist_ckpt.report import predicted
 from dist_ckpt.report.jsonl import read_json_lines
-
-WARM_UP_STEPS = 2
-"""Steps at the start of a run that its typical step time leaves out: allocators, caches and kernels warm up."""
+from dist_ckpt.report.predicted import Predicted
+from dist_ckpt.report.run_layout import WARM_UP_STEPS, RunLayout, of_ranks
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What one stage's plan should cost; the only one without a pipeline. FLOPs are of one micro-batch."""
-
-    stage: int | None
-    in_flight: int
-    """Micro-batches that are held at once at the peak; both figures of saved bytes are of all of them."""
-    saved_bytes: int
-    baseline_saved_bytes: int
-    flops: int
-    baseline_flops: int
-    parameters: int
 
 
 @dataclass(frozen=True)
@@ -151,21 +137,19 @@ def read_run(path: Path) -> RunData:
     """
     if not path.is_dir():
         raise ReportError(f"{path}: no such folder; name the folder of a run (run_dir)")
-    exit_file = path / "exit.json"
+    folder = RunLayout(path)
     run = RunData(
         path=path,
-        config=_read(path / "config.yaml", lambda text: dict(yaml.safe_load(text))),
-        plan=_read(path / "plan.json", Plan.from_json),
-        steps=_lines(path / "metrics.jsonl", _step),
-        reports=_lines(path / "memory.jsonl", MemoryReport.from_dict),
+        config=_read(folder.config, lambda text: dict(yaml.safe_load(text))),
+        plan=_read(folder.plan, Plan.from_json),
+        steps=_lines(folder.metrics, _step),
+        reports=_lines(folder.memory, MemoryReport.from_dict),
         profiles=tuple(
-            sorted(
-                _folder(path / "profile", lambda text: StepProfile.from_dict(json.loads(text))), key=lambda p: p.rank
-            )
+            sorted(_folder(folder.profiles, lambda text: StepProfile.from_dict(json.loads(text))), key=lambda p: p.rank)
         ),
-        predicted=_read(path / "cost.json", lambda text: tuple(Predicted(**one) for one in json.loads(text))) or (),
-        exit=_read(exit_file, lambda text: dict(json.loads(text))),
-        post_mortems=tuple(_folder(path / "oom", lambda text: dict(json.loads(text)))),
+        predicted=_read(folder.cost, predicted.from_json) or (),
+        exit=_read(folder.exit, lambda text: dict(json.loads(text))),
+        post_mortems=tuple(_folder(folder.oom, lambda text: dict(json.loads(text)))),
     )
     if run.config is None and run.plan is None and not run.steps and not run.reports:
         raise ReportError(
@@ -194,7 +178,7 @@ def _lines(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> tuple[T, ...]
 
 def _folder(path: Path, parse: Callable[[str], T]) -> list[T]:
     """The JSON files of a folder, a file a rank."""
-    found = (_read(file, parse) for file in sorted(path.glob("rank_*.json")))
+    found = (_read(file, parse) for file in of_ranks(path))
     return [one for one in found if one is not None]
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt.errors import DistCkptError, StateWriteError
-
-FILE = "exit.json"
+from dist_ckpt.report.run_layout import RunLayout
 
 
 class ExitCode(IntEnum):
@@ -73,7 +72,7 @@ def record_exit(run_dir: Path, code: ExitCode, reason: str, **details: Any) -> b
     run_dir.mkdir(parents=True, exist_ok=True)
     record = {"code": int(code), "name": code.name.lower(), "reason": reason, "time": time.time(), **details}
     try:
-        stream = (run_dir / FILE).open("x", encoding="utf-8")
+        stream = RunLayout(run_dir).exit.open("x", encoding="utf-8")
     except FileExistsError:
         return False
     try:
@@ -87,7 +86,7 @@ def record_exit(run_dir: Path, code: ExitCode, reason: str, **details: Any) -> b
 
 def forget_exit(run_dir: Path) -> None:
     """Removes the record of an earlier start."""
-    (run_dir / FILE).unlink(missing_ok=True)
+    RunLayout(run_dir).exit.unlink(missing_ok=True)
 
 
 def recorded_exit(run_dir: Path, patience_s: float = 0.0) -> tuple[ExitCode, str] | None:
@@ -99,7 +98,7 @@ def recorded_exit(run_dir: Path, patience_s: float = 0.0) -> tuple[ExitCode, str
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            record = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+            record = json.loads(RunLayout(run_dir).exit.read_text(encoding="utf-8"))
             return ExitCode(record["code"]), str(record["reason"])
         except (OSError, ValueError, KeyError, TypeError):
             if time.monotonic() >= deadline:

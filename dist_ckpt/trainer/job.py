@@ -23,6 +23,7 @@ from dist_ckpt.plan import Plan
 from dist_ckpt.planning import make_plan
 from dist_ckpt.report.advice import advice
 from dist_ckpt.report.console import Console
+from dist_ckpt.report.predicted import Predicted
 from dist_ckpt.stages import partition
 from dist_ckpt.trainer.checks import check_batch, check_model_sizes
 from dist_ckpt.trainer.config import Config, DeviceType
@@ -118,6 +119,10 @@ class Job:
         accum = self.config.resolved_grad_accum(self.config.ranks(self.place.world_size))
         return stage_costs(sample.model, self.source.layers(sample.model), self.plan, sample.batch, accum)
 
+    def predicted(self) -> tuple[Predicted, ...]:
+        """The same as a run's folder has it."""
+        return tuple(Predicted.of(cost, in_pipeline=bool(self.plan.stages)) for cost in self.costs())
+
     def _cost(self) -> str:
         """Of a micro-batch, and in a pipeline of each stage."""
         costs = self.costs()
@@ -145,7 +150,7 @@ def train(job: Job, folder: RunFolder, limit: MemoryLimit, sinks: RunSinks) -> b
     console.say(f"data: {job.train_rows.description}")
     for note in job.notes:
         console.say(note)
-    costs = job.costs() if place.rank == 0 and wants_prediction(config) else ()
+    predicted = job.predicted() if place.rank == 0 and wants_prediction(config) else ()
     seed_rank(config, place.rank)
     job.engine.prepare(job.model, job.plan)
     if config.train.accum_sync == "boundary" and (nbytes := job.engine.accumulation_cost_bytes()):
@@ -155,15 +160,15 @@ def train(job: Job, folder: RunFolder, limit: MemoryLimit, sinks: RunSinks) -> b
     loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination(), limit)
     loop.resume(restarted=place.restarts > 0)
     if place.rank == 0:  # only now: a state that is refused leaves the folder's earlier run as it was
-        write_start(config, folder, job.plan, costs)
+        write_start(config, folder, job.plan, predicted)
     sinks.open(config, folder, place, loop.step, console.say)
     done = loop.run(sinks.opened)
-    _show_end(job, loop, console, costs)
+    _show_end(job, loop, console, predicted)
     console.say(loop.summary())
     return done
 
 
-def _show_end(job: Job, loop: Loop, console: Console, costs: Sequence[StageCost]) -> None:
+def _show_end(job: Job, loop: Loop, console: Console, predicted: Sequence[Predicted]) -> None:
     """What the run has found, on the console."""
     if loop.report is not None:
         console.table(loop.report)
@@ -174,7 +179,7 @@ def _show_end(job: Job, loop: Loop, console: Console, costs: Sequence[StageCost]
         if unseen := job.engine.meter.unseen:
             console.say(f"no op rule sees into {', '.join(unseen)}: recomputed as a whole")
         if job.place.rank == 0:  # which alone has every rank's profile
-            facts = facts_of(job.config, job.plan, costs)
+            facts = facts_of(job.config, job.plan, predicted)
             console.advise(advice(loop.deep_report or loop.report, loop.profiles, facts))
 
 

@@ -22,6 +22,7 @@ from dist_ckpt.memory.records import MemoryReport
 from dist_ckpt.planning import make_plan
 from dist_ckpt.policy import policy_from
 from dist_ckpt.report.jsonl import read_json_lines
+from dist_ckpt.report.run_layout import of_rank
 from dist_ckpt.trainer.job import Job, Sample, stages_of
 from dist_ckpt.trainer.models.source import model_source
 from dist_ckpt.trainer.program import print_error
@@ -65,7 +66,7 @@ def explain(error: BaseException, job: Job, folder: RunFolder, limit: MemoryLimi
     try:
         found = _examine(error, job, limit)
         record = found.to_dict() | {"suggestions": [], "advice": advice(found), **_last_report(folder)}
-        path = folder.oom / f"rank_{job.place.rank}.json"
+        path = of_rank(folder.oom, job.place.rank)
         where = _write(path, record)  # now: what follows takes time
         print_error(f"rank {job.place.rank}: what filled memory is in {where}", kind="note")
         if found.place.phase in _WITH_ACTIVATIONS:

@@ -108,7 +108,7 @@ def fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitCo
 
 def not_recorded(folder: RunFolder, problem: OSError) -> str:
     """That an exit was not written down."""
-    return f"{folder.path / 'exit.json'} could not be written: {problem.strerror}"
+    return f"{folder.exit} could not be written: {problem.strerror}"
 
 
 def print_error(text: str, kind: str = "error") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from dist_ckpt.report.advice import RunFacts
 from dist_ckpt.report.html.sink import HtmlSink
 from dist_ckpt.report.jsonl import RunFiles
+from dist_ckpt.report.predicted import Predicted, to_json
 from dist_ckpt.report.sinks import Sink
 from dist_ckpt.report.wandb import WandbSink
 from dist_ckpt.trainer.config import Config, Wandb, config_yaml
@@ -19,7 +19,6 @@ from dist_ckpt.trainer.process import Place
 from dist_ckpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from dist_ckpt.cost import StageCost
     from dist_ckpt.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ def _sinks(
     config: Config, folder: RunFolder, place: Place, after_step: int, say: Callable[[str], None]
 ) -> Sequence[Sink]:
     """In the order in which they finish: the page is made of the files, and uploaded with the rest."""
-    sinks: list[Sink] = [RunFiles(folder.metrics, folder.memory, folder.profiles, after_step)]
+    sinks: list[Sink] = [RunFiles(folder, after_step)]
     if config.report.html:
         sinks.append(HtmlSink(folder.path, folder.report, say))
     if config.report.wandb is not Wandb.disabled:
@@ -80,33 +79,16 @@ def wants_prediction(config: Config) -> bool:
     return config.report.html or config.report.wandb is not Wandb.disabled
 
 
-def write_start(config: Config, folder: RunFolder, plan: Plan, costs: Sequence[StageCost]) -> None:
+def write_start(config: Config, folder: RunFolder, plan: Plan, costs: Sequence[Predicted]) -> None:
     """Writes down what is run, and what it should cost if that was asked for."""
     folder.config.write_text(config_yaml(config), encoding="utf-8")
     folder.plan.write_text(plan.to_json(), encoding="utf-8")
     if costs:
-        folder.cost.write_text(json.dumps(_cost_entries(plan, costs), indent=2) + "\n", encoding="utf-8")
+        folder.cost.write_text(to_json(costs), encoding="utf-8")
     else:
         folder.cost.unlink(missing_ok=True)
 
 
-def facts_of(config: Config, plan: Plan, costs: Sequence[StageCost]) -> RunFacts:
+def facts_of(config: Config, plan: Plan, costs: Sequence[Predicted]) -> RunFacts:
     """What advice has to know of the run; the same as what its folder tells."""
-    return RunFacts(parse_yaml(config_yaml(config)), plan, _cost_entries(plan, costs))
-
-
-def _cost_entries(plan: Plan, costs: Sequence[StageCost]) -> list[dict[str, int | None]]:
-    return [_cost_entry(cost, in_pipeline=bool(plan.stages)) for cost in costs]
-
-
-def _cost_entry(cost: StageCost, in_pipeline: bool) -> dict[str, int | None]:
-    one = cost.micro_batch
-    return {
-        "stage": cost.stage if in_pipeline else None,
-        "in_flight": cost.in_flight,
-        "saved_bytes": cost.saved_bytes,
-        "baseline_saved_bytes": one.baseline_saved_bytes * cost.in_flight,
-        "flops": one.flops,
-        "baseline_flops": one.baseline_flops,
-        "parameters": cost.parameters,
-    }
+    return RunFacts(parse_yaml(config_yaml(config)), plan, costs)

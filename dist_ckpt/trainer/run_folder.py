@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dist_ckpt.errors import ConfigError
+from dist_ckpt.report.run_layout import RunLayout
 from dist_ckpt.trainer.config import Config
 from dist_ckpt.trainer.exits import forget_exit
 
@@ -19,45 +20,8 @@ OUTPUTS = Path("outputs")
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """Paths inside one run's folder."""
-
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def memory(self) -> Path:
-        return self.path / "memory.jsonl"
-
-    @property
-    def profiles(self) -> Path:
-        """A file for each rank, of the deep step."""
-        return self.path / "profile"
-
-    @property
-    def oom(self) -> Path:
-        """A file for each rank that ran out of memory."""
-        return self.path / "oom"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def cost(self) -> Path:
-        """What the plan should cost, by prediction."""
-        return self.path / "cost.json"
+class RunFolder(RunLayout):
+    """A run's folder as the trainer has it: with what nobody else looks at."""
 
     @property
     def states(self) -> Path:

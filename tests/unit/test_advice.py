@@ -13,6 +13,7 @@ from dist_ckpt.memory.profile.step_profile import KINDS, Holding, Kind, Phase, S
 from dist_ckpt.memory.records import MemoryReport, RankMemory
 from dist_ckpt.plan import Plan, Region
 from dist_ckpt.report.advice import RunFacts, advice
+from dist_ckpt.report.predicted import Predicted
 
 MIB = 2**20
 BLOCKS = tuple(f"layers.{number}" for number in range(4))
@@ -172,7 +173,7 @@ def test_gradients_that_wait_unsharded_are_told_by_what_they_take() -> None:
 
 def test_without_a_deep_step_they_are_told_by_the_number_of_parameters() -> None:
     run = replace(
-        run_of(train_accum_sync="boundary", train_grad_accum=2), costs=({"parameters": 10 * MIB, "stage": None},)
+        run_of(train_accum_sync="boundary", train_grad_accum=2), costs=(Predicted(None, 1, 0, 0, 0, 0, 10 * MIB),)
     )
     report = MemoryReport(3, (replace(memory_of(profile_of(QUIET)), peak=None, live=None, at_peak=None),))
     assert [one.gain_bytes for one in advice(report, (), replace(run, costs=()))] == []
@@ -246,17 +247,15 @@ def test_the_next_policy_is_named_where_blocks_hold_much(mode: str, kind: Kind, 
 
 
 def test_room_for_everything_means_that_nothing_needs_recompute() -> None:
-    cost = {
-        "stage": None,
-        "saved_bytes": 20 * MIB,
-        "baseline_saved_bytes": 90 * MIB,
-        "flops": 130,
-        "baseline_flops": 100,
-    }
+    cost = Predicted(None, 1, 20 * MIB, 90 * MIB, 130, 100, 0)
     run = replace(run_of("full"), costs=(cost,))
     text, gain = about(advised([profile_of(QUIET)], run, capacity=200 * MIB, reserved=104 * MIB), "ckpt=none")
     assert "about 174.000 MiB of 200.000 MiB" in text and "30% less compute" in text and gain is None
-    for other, capacity in ((run, 190 * MIB), (run, None), (replace(run, costs=({**cost, "flops": 100},)), 200 * MIB)):
+    for other, capacity in (
+        (run, 190 * MIB),
+        (run, None),
+        (replace(run, costs=(replace(cost, flops=100),)), 200 * MIB),
+    ):
         assert not any(
             "ckpt=none" in t for t, _ in advised([profile_of(QUIET)], other, capacity=capacity, reserved=104 * MIB)
         )

@@ -1,4 +1,4 @@
-"""Records of memory: what is derived of them, and that they come back from JSON as they were."""
+"""Records of memory and cost: what is derived of them, and that they come back from JSON as they were."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dist_ckpt.memory.records import ACCOUNTED, MemoryReport, RankMemory
+from dist_ckpt.report.predicted import Predicted, from_json, to_json
 
 RANK = RankMemory(0, "cpu", 3, params=1, grads=2, optimizer=4, other=8, activations=16)
 
@@ -27,3 +28,9 @@ def test_the_most_that_is_known_of_a_rank() -> None:
     assert RANK.accounted == sum(getattr(RANK, name) for name in ACCOUNTED) == RANK.peak_or_accounted
     assert RankMemory(0, "cuda", 3, 1, 2, 4, 8, 16, peak=0).peak_or_accounted == 0, "a peak of nothing is known"
     assert RankMemory(0, "cpu", 3, 1, 2, 4, 8, None).peak_or_accounted is None
+
+
+def test_a_prediction_comes_back_as_it_was() -> None:
+    costs = (Predicted(0, 2, 10, 40, 130, 100, 7), Predicted(1, 1, 5, 20, 0, 0, 3))
+    assert from_json(to_json(costs)) == costs
+    assert [one.recomputed for one in costs] == [pytest.approx(0.3), None]

@@ -6,6 +6,8 @@ import csv
 import dataclasses
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -149,3 +151,8 @@ def test_the_page_has_both_charts_and_what_the_table_has() -> None:
     assert '"tickvals":[0,2]' in page and "Without a point: every_k (k=2)." in page
     alone = sweep_page(summarize([OUT]), "x", {})
     assert "data-chart role" not in alone and "tried to allocate" in alone
+
+
+def test_the_console_needs_no_templates() -> None:
+    code = "import sys; sys.modules['jinja2'] = None; import dist_ckpt.trainer.sweep.show"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -39,16 +39,16 @@ LESS_COMPUTE = 0.01
 def _needless(view: View) -> Iterator[Advice]:
     """Recompute that the device would have room without."""
     run = view.run
-    of_stage = {cost["stage"]: cost for cost in run.costs}
+    of_stage = {cost.stage: cost for cost in run.costs}
     found = [(rank, of_stage.get(rank.stage)) for rank in view.report.ranks]
     without, limit, saved_flops = 0, math.inf, 0.0
     for rank, cost in found:
-        if cost is None or rank.capacity is None or cost["flops"] == cost["baseline_flops"] == 0:
+        if cost is None or rank.capacity is None or cost.recomputed is None:
             return
-        more = cost["baseline_saved_bytes"] - cost["saved_bytes"]
+        more = cost.baseline_saved_bytes - cost.saved_bytes
         without = max(without, (rank.reserved or view.peak_of(rank)) + more)
         limit = min(limit, ROOM * rank.capacity)
-        saved_flops = max(saved_flops, cost["flops"] / cost["baseline_flops"] - 1)
+        saved_flops = max(saved_flops, cost.recomputed)
     if without <= limit and saved_flops >= LESS_COMPUTE:
         yield Advice(
             f"there is room to recompute nothing: the peak would be about {in_bytes(without)} of "

@@ -118,7 +118,7 @@ def _unsharded_gradients(view: View) -> Iterator[Advice]:
     if view.profile is not None:
         nbytes = view.profile.at_peak["grads"] - view.rank.grads
     else:
-        nbytes = 4 * sum(cost["parameters"] for cost in run.costs)
+        nbytes = 4 * sum(cost.parameters for cost in run.costs)
     if view.matters(nbytes):
         yield Advice(
             f"train.accum_sync=boundary keeps {view.of_peak(nbytes)} of unsharded gradients{view.where}: "

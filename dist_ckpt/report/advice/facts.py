@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dist_ckpt.plan import Plan
+from dist_ckpt.report.predicted import Predicted
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class RunFacts:
     """``config.yaml`` as data."""
     plan: Plan | None = None
     """``plan.json``."""
-    costs: Sequence[Mapping[str, Any]] = ()
-    """``cost.json``: an entry a stage, or one."""
+    costs: Sequence[Predicted] = ()
+    """``cost.json``: of each stage, or the only one."""
 
     def get(self, key: str) -> Any:
         """The value of a key such as ``train.seq_len``; None where there is no such key."""

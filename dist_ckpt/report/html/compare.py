@@ -144,7 +144,7 @@ def differences(runs: Sequence[RunData]) -> tuple[Part, ...]:
 
 def _row(name: str, run: RunData) -> tuple[Cell, ...]:
     heaviest = run.memory.heaviest if run.memory is not None else None
-    more = [one.flops / one.baseline_flops - 1 for one in run.predicted if one.baseline_flops]
+    more = [one.recomputed for one in run.predicted if one.recomputed is not None]
     return (
         name,
         run.world_size,

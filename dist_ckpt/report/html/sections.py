@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +39,7 @@ from dist_ckpt.report.html.parts import (
 )
 from dist_ckpt.report.html.plan_tree import plan_tree
 from dist_ckpt.report.run_data import RunData
+from dist_ckpt.report.run_layout import RunLayout
 
 OUT_OF_MEMORY = 3
 """Exit code of a run that ran out of memory, as ``exit.json`` has it."""
@@ -103,7 +103,7 @@ def the_deep_step(run: RunData) -> tuple[Part, ...]:
     if left_out := len(run.profiles) - len(shown):
         intro += (
             f" {len(shown)} of {len(run.profiles)} ranks are here, the heaviest of each stage and of all; the other "
-            f"{left_out} are in {run.path / 'profile'}."
+            f"{left_out} are in {RunLayout(run.path).profiles}."
         )
     capacities = {rank.rank: rank.capacity for rank in run.memory.ranks} if run.memory else {}
     panels = (
@@ -205,7 +205,7 @@ def predicted(run: RunData) -> tuple[Part, ...]:
             Bytes(seen),
             None if seen is None or not one.saved_bytes else f"{seen / one.saved_bytes - 1:+.2%}",
             f"{one.flops:.4g}",
-            f"{one.flops / one.baseline_flops - 1:+.1%}" if one.baseline_flops else None,
+            f"{one.recomputed:+.1%}" if one.recomputed is not None else None,
         )
         for label, one, seen in zip(labels, run.predicted, measured, strict=True)
     )
@@ -226,7 +226,7 @@ def over_the_run(run: RunData) -> tuple[Part, ...]:
     curves = {n: (steps, [None if c is None else scale(c) for c in counts]) for n, counts in most.items()}
     columns = ("step", *(f"{name}, most" for name in names))
     rows: list[tuple[Cell, ...]] = [(step, *(Bytes(most[name][n]) for name in names)) for n, step in enumerate(steps)]
-    kept, note = thinned(len(rows), ROWS, "reports", run.path / "memory.jsonl")
+    kept, note = thinned(len(rows), ROWS, "reports", RunLayout(run.path).memory)
     return (
         Chart(
             "The most that any rank held",
@@ -318,7 +318,7 @@ def _speed_facts(run: RunData) -> list[Fact]:
     if run.steps:
         facts.append(Fact("Loss", f"{run.steps[-1]['loss']:.4f}", f"after step {int(run.steps[-1]['step'])}"))
     if run.predicted:
-        more = [one.flops / one.baseline_flops - 1 for one in run.predicted if one.baseline_flops]
+        more = [one.recomputed for one in run.predicted if one.recomputed is not None]
         saved = sum(one.saved_bytes for one in run.predicted)
         without = sum(one.baseline_saved_bytes for one in run.predicted)
         if more and saved < without:
@@ -330,7 +330,7 @@ def _speed_facts(run: RunData) -> list[Fact]:
 def _advice(run: RunData) -> tuple[tuple[str, str], ...]:
     if run.memory is None:
         return ()
-    facts = RunFacts(run.config or {}, run.plan, [dataclasses.asdict(one) for one in run.predicted])
+    facts = RunFacts(run.config or {}, run.plan, run.predicted)
     found = advice(run.memory, run.profiles, facts)
     return tuple((one.text, "" if one.gain_bytes is None else f"up to {in_bytes(one.gain_bytes)}") for one in found)
 

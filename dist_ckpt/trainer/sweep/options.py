@@ -15,14 +15,12 @@ from dist_ckpt.deepspeed_config import read_config
 from dist_ckpt.errors import ConfigError, PlanError
 from dist_ckpt.memory.records import GIB
 from dist_ckpt.policy import NoPolicy, PerStagePolicy, Policy, SegmentsPolicy, described, policy_from
+from dist_ckpt.report.run_layout import WARM_UP_STEPS
 from dist_ckpt.trainer.checks import check
 from dist_ckpt.trainer.config import Config, load_config
 from dist_ckpt.trainer.keys import build, leaves
 from dist_ckpt.trainer.overrides import compose_overrides
 from dist_ckpt.typed import Checked, Positive, Size, shown
-
-WARMUP = 2
-"""First updates of a run that are not timed: they allocate optimizer states, fill caches and compile."""
 
 DEFAULTS = ("train.steps=12",)
 """Where a sweep's default differs from the training program's."""
@@ -213,11 +211,11 @@ def _key(argument: str) -> str:
 
 
 def _check(sweep: Sweep) -> None:
-    config, least = sweep.config, WARMUP + 2
+    config, least = sweep.config, WARM_UP_STEPS + 2
     if sweep.steps < least:
         raise ConfigError(
-            f"train.steps={sweep.steps}: {WARMUP} updates warm up, and the last is measured allocation by allocation; "
-            f"with at least {least} one is timed"
+            f"train.steps={sweep.steps}: {WARM_UP_STEPS} updates warm up, and the last is measured allocation by "
+            f"allocation; with at least {least} one is timed"
         )
     if sweep.budget_bytes is not None and config.train.global_batch is not None:
         raise ConfigError(

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt.report.jsonl import read_json_lines
+from dist_ckpt.report.run_layout import WARM_UP_STEPS
 from dist_ckpt.trainer.exits import ExitCode, recorded_exit
 from dist_ckpt.trainer.run_folder import RunFolder
-from dist_ckpt.trainer.sweep.options import WARMUP
 from dist_ckpt.typed import Choice
 
 FILE = "outcome.json"
@@ -77,7 +77,7 @@ def outcome_of(folder: Path, code: int) -> Outcome:
     return Outcome(
         Status.done,
         losses=tuple(line["loss"] for line in lines),
-        step_s=tuple(line["step_s"] for line in lines[WARMUP:-1]),
+        step_s=tuple(line["step_s"] for line in lines[WARM_UP_STEPS:-1]),
         saved_bytes=_highest(rank["activations"] for rank in ranks),
         peak_bytes=_highest(rank["peak"] for rank in ranks),
     )
