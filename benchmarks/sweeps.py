@@ -6,7 +6,6 @@ python benchmarks/sweeps.py outputs/segments/results.csv
 
 from __future__ import annotations
 
-import csv
 import re
 import sys
 from collections.abc import Sequence
@@ -16,42 +15,35 @@ from matplotlib import pyplot
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from dist_ckpt.memory.records import MIB
 from dist_ckpt.report.html.figures import Trade, pareto_front
+from dist_ckpt.report.html.parts import Bytes, Table
+from dist_ckpt.trainer.sweep.show import read_csv, results_table
+from dist_ckpt.trainer.sweep.summary import ResultRow
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-MIB = 2**20
-COLUMNS = (
-    "k", "saved MiB", "peak MiB", "step ms", "interquartile range", "time ÷ none", "FLOPs ÷ none", "samples/s",
-    "samples/s/GiB", "loss = none",
-)  # fmt: skip
 
 
-def row_of(one: dict[str, str]) -> str:
-    """A line of the table."""
-    low, middle, high = (1000 * float(one[name]) for name in ("step_low_s", "step_s", "step_high_s"))
-    cells = (
-        one["k"],
-        *(f"{int(one[name]) / MIB:.3f}" for name in ("saved_bytes", "peak_bytes")),
-        f"{middle:.0f}",
-        f"{low:.0f}–{high:.0f}",
-        *(f"{float(one[name]):.3f}" for name in ("slowdown", "flops_ratio")),
-        f"{float(one['samples_per_s']):.2f}",
-        f"{float(one['samples_per_s_per_gib']):.1f}",
-        "bitwise" if float(one["loss_difference"]) == 0 else f"within {float(one['loss_difference']):.1e}",
-    )
-    return f"| {' | '.join(cells)} |"
+def markdown(table: Table) -> str:
+    """A table as the page has it, the unit beside the names of columns of bytes."""
+    of_bytes = [any(isinstance(row[n], Bytes) for row in table.rows) for n in range(len(table.columns))]
+    names = [f"{name} {table.unit}" if is_so else name for name, is_so in zip(table.columns, of_bytes, strict=True)]
+    rows = ([table.shown(cell) for cell in row] for row in table.rows)
+    lines = (names, ["---", *["---:"] * (len(names) - 1)], *rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
+def draw(rows: Sequence[ResultRow], path: Path) -> None:
     """Bytes over the length of segments, and the peak against the step time."""
     pyplot.rcParams["svg.hashsalt"] = "sweeps"  # the same file for the same figures
     figure, (curve, trade) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    ks = [int(one["k"]) for one in rows]
+    ks = [one.k for one in rows]
     for name, style in (("peak", "s-"), ("saved", "o-")):
-        curve.plot(ks, [int(one[f"{name}_bytes"]) / MIB for one in rows], style, label=name)
+        curve.plot(ks, [getattr(one, f"{name}_bytes") / MIB for one in rows], style, label=name)
     curve.set(title="memory over k", xlabel="blocks a segment (0: no policy)", ylabel="MiB", ylim=(0, None), xticks=ks)
     curve.legend()
-    trades = [Trade(f"k = {one['k']}", 1000 * float(one["step_s"]), int(one["peak_bytes"])) for one in rows]
+    measured = [(one.k, one.step_s, one.peak_bytes) for one in rows]
+    trades = [Trade(f"k = {k}", 1000 * step_s, nbytes) for k, step_s, nbytes in measured if step_s and nbytes]
     front = [trades[n] for n in pareto_front(trades)]
     trade.plot([one.step_s for one in front], [one.peak_bytes / MIB for one in front], ":", label="Pareto-optimal")
     trade.plot([one.step_s for one in trades], [one.peak_bytes / MIB for one in trades], "o")
@@ -65,12 +57,11 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
 
 def main(results: Path) -> None:
     """Draws the plot, and puts the table in place of the page's own."""
-    with results.open(encoding="utf-8", newline="") as file:
-        rows = sorted(csv.DictReader(file), key=lambda one: int(one["k"]))
+    rows = sorted(read_csv(results), key=lambda one: one.k or 0)
     draw(rows, DOCS / "sweeps.svg")
     page = DOCS / "sweeps.md"
-    table = "\n".join((f"| {' | '.join(COLUMNS)} |", "| ---: " * len(COLUMNS) + "|", *map(row_of, rows)))
-    text, count = re.subn(r"(?m)^\| k \|.*\n(?:\|.*\n)*", lambda _: f"{table}\n", page.read_text(encoding="utf-8"))
+    table = markdown(results_table(rows))
+    text, count = re.subn(r"(?m)^\| policy \|.*\n(?:\|.*\n)*", lambda _: table, page.read_text(encoding="utf-8"))
     assert count == 1, "the page has one such table"
     page.write_text(text, encoding="utf-8")
 

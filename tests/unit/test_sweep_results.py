@@ -18,7 +18,7 @@ from rich.console import Console
 from dist_ckpt.trainer.sweep.fit import Fit
 from dist_ckpt.trainer.sweep.outcome import Outcome, Status
 from dist_ckpt.trainer.sweep.page import sweep_page
-from dist_ckpt.trainer.sweep.show import SweepConsole, remarks, results_table, write_csv
+from dist_ckpt.trainer.sweep.show import SweepConsole, read_csv, remarks, results_table, write_csv
 from dist_ckpt.trainer.sweep.summary import Measured, ResultRow, summarize
 
 MIB = 2**20
@@ -140,6 +140,7 @@ def test_the_file_has_every_figure_unrounded(tmp_path: Path) -> None:
     for written, row in zip(rows, results, strict=True):
         expected = {key: "" if value is None else str(value) for key, value in dataclasses.asdict(row).items()}
         assert written == expected
+    assert read_csv(tmp_path / "results.csv") == results
 
 
 def test_the_page_has_both_charts_and_what_the_table_has() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dist_ckpt.memory.records import in_bytes
 from dist_ckpt.report.html.figures import Scale, Trade, lines, pareto, pareto_front
 from dist_ckpt.report.html.page import render
-from dist_ckpt.report.html.parts import Bytes, Chart, Fact, Table
+from dist_ckpt.report.html.parts import Bytes, Chart, Fact, Facts, Section, Table
 from dist_ckpt.trainer.sweep.show import remarks, results_table
 from dist_ckpt.trainer.sweep.summary import ResultRow
 
@@ -20,15 +20,23 @@ def sweep_page(results: Sequence[ResultRow], command: str, facts: Mapping[str, s
         facts: what all its runs have in common, by name.
     """
     charts = [chart for chart in (_u_curve(results), _trade(results)) if chart is not None]
-    return render(
-        "sweep.html.j2",
-        command=command,
-        highlights=_highlights(results),
-        policies=len(results),
-        items=[*charts, results_table(results)],
-        remarks=remarks(results),
-        common=Table("what all runs have in common", ("option", "value"), tuple(facts.items())),
+    highlights = [Facts(tuple(found))] if (found := _highlights(results)) else []
+    options = Table("what all runs have in common", ("option", "value"), tuple(facts.items()))
+    sections = (
+        Section("results", "Results", (*highlights, *charts, results_table(results), *remarks(results))),
+        Section("columns", "How to read it", _HOW_TO_READ),
+        Section("options", "Options of all runs", (options,)),
     )
+    return render("sections.html.j2", title=f"Sweep of {len(results)} policies", lead=[command], sections=sections)
+
+
+_HOW_TO_READ = (
+    "Saved: what forward keeps for backward; peak: the allocator's, in the last update, which is measured allocation "
+    "by allocation and not timed. Both are of the rank that has the most.",
+    "Step: the median of all timed updates of all rounds; half of them lie within the interquartile range. "
+    "Time ÷ none: the median over rounds of the ratio within a round.",
+    "FLOPs ÷ none: exact, of forward, recompute and backward. Loss = none: of every update of every round.",
+)
 
 
 def _u_curve(results: Sequence[ResultRow]) -> Chart | None:

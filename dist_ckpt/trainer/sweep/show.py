@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -61,6 +62,23 @@ def write_csv(results: Sequence[ResultRow], path: Path) -> None:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(dataclasses.asdict(row) for row in results)
+
+
+def read_csv(path: Path) -> tuple[ResultRow, ...]:
+    """The inverse of :func:`write_csv`."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return tuple(
+            ResultRow(**{name: _parsed(name, text) for name, text in line.items()}) for line in csv.DictReader(file)
+        )
+
+
+def _parsed(name: str, text: str) -> Any:
+    if name in ("label", "reason"):
+        return text
+    if name == "status":
+        return Status(text)
+    named = {"": None, "True": True, "False": False}
+    return named[text] if text in named else int(text) if text.lstrip("-").isdecimal() else float(text)
 
 
 class SweepConsole:
