@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_ckpt.compat import fsdp, zero
 from dist_ckpt.compat.torch import local_tensor
-from dist_ckpt.memory.profile.step_profile import Kind
+from dist_ckpt.memory.profile.step_profile import PRECEDENCE, Kind
 from dist_ckpt.memory.storages import Storages
 from dist_ckpt.names import is_replicated, named_parameters, unwrapped_name
 
@@ -132,18 +132,20 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer | None) -> Iterator[
                 yield "optimizer", name, local_tensor(leaf)
 
 
+def in_precedence(owners: Iterable[Owner]) -> list[Owner]:
+    """Owners in the order in which those of one storage come: it is what the first of them says."""
+    return sorted(owners, key=lambda owner: PRECEDENCE.index(owner[0]))
+
+
 def ledger(owners: Iterable[Owner]) -> dict[Category, int]:
     """Bytes of each category on this rank.
 
-    Tied weights, views and aliases count once; a storage with owners in two categories belongs to the one that comes
-    first in :data:`CATEGORIES` (a gradient that is a view of a communication bucket is a gradient). Tensors that are
-    not on a device of their own (meta) count nothing.
+    Tied weights, views and aliases count once, for the first of their owners (a gradient that is a view of a
+    communication bucket is a gradient). Tensors that are not on a device of their own (meta) count nothing.
     """
-    found = list(owners)
     storages = Storages()
-    return {
-        category: sum(
-            storages.add(t) for kind, _, t in found if CATEGORY_OF[kind] == category and t.device.type != "meta"
-        )
-        for category in CATEGORIES
-    }
+    counts = dict.fromkeys(CATEGORIES, 0)
+    for kind, _, tensor in in_precedence(owners):
+        if tensor.device.type != "meta":
+            counts[CATEGORY_OF[kind]] += storages.add(tensor)
+    return counts

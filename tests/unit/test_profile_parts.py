@@ -159,7 +159,9 @@ def test_what_does_not_add_up_is_no_profile(wrong: dict[str, Any]) -> None:
         "end_bytes": 0, "peak_bytes": 10, "peak_s": 1.0, "phase": "forward", "at_peak": AT_PEAK, "holdings": (),
         "rest_bytes": 10, "phases": (), "spans": (), "times_s": (), "timeline": {},
     }  # fmt: skip
-    StepProfile(**right)
+    data = StepProfile(**right).to_dict()
+    with pytest.raises(ValueError, match="contradict"):
+        StepProfile.from_dict(data | {"rest_bytes": 9})
     with pytest.raises(AssertionError):
         StepProfile(**right | wrong)
 

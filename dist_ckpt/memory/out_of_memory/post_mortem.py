@@ -23,7 +23,7 @@ from dist_ckpt.compat import stack
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.memory.activations import saved_bytes
 from dist_ckpt.memory.holders import holders_of, visible_tensors
-from dist_ckpt.memory.ledger import Owner
+from dist_ckpt.memory.ledger import Owner, in_precedence
 from dist_ckpt.memory.out_of_memory.failure import (
     FailureSite,
     frames_of,
@@ -36,7 +36,7 @@ from dist_ckpt.memory.out_of_memory.failure import (
 )
 from dist_ckpt.memory.out_of_memory.graph_names import GraphNames, common_module, modules_of_parameters
 from dist_ckpt.memory.out_of_memory.limits import MemoryLimit, held_bytes
-from dist_ckpt.memory.profile.step_profile import KINDS, PRECEDENCE, ByKind, Holding, Kind, merge_holdings
+from dist_ckpt.memory.profile.step_profile import KINDS, ByKind, Holding, Kind, merge_holdings
 from dist_ckpt.memory.storages import Storages, plain_parts
 from dist_ckpt.names import module_names, named_buffers, named_parameters
 
@@ -186,9 +186,7 @@ class _Examination:
         return place
 
     def see_owners(self, owners: Iterable[Owner]) -> None:
-        found = sorted(
-            (owner for owner in owners if owner[2].device == self._device), key=lambda one: PRECEDENCE.index(one[0])
-        )
+        found = in_precedence(owner for owner in owners if owner[2].device == self._device)
         first = [owner for owner in found if owner[0] != "communication"]
         self._later = found[len(first) :]  # activations come before it
         together = _names_by_storage((name, tensor) for _, name, tensor in first)

@@ -137,7 +137,11 @@ class StepProfile:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> StepProfile:
-        """The inverse of :meth:`to_dict`, also after a way through JSON."""
+        """The inverse of :meth:`to_dict`, also after a way through JSON.
+
+        Raises:
+            ValueError: the figures contradict each other.
+        """
         holdings = (
             Holding(**h | {"shape": None if h["shape"] is None else tuple(h["shape"])}) for h in data["holdings"]
         )
@@ -148,4 +152,7 @@ class StepProfile:
             "times_s": tuple(data["times_s"]),
             "timeline": {kind: tuple(curve) for kind, curve in data["timeline"].items()},
         }
-        return StepProfile(**{**data, **made})
+        try:
+            return StepProfile(**{**data, **made})
+        except AssertionError as error:
+            raise ValueError("the figures of a profile contradict each other") from error
