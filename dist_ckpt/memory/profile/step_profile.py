@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from dist_ckpt.memory.records import byte_unit, format_bytes
+
 Kind = Literal[
     "params", "grads", "optimizer", "activations", "recompute", "unsharded", "communication", "temporary", "buffers",
     "unattributed",
@@ -34,6 +36,9 @@ what a pipeline exchanges.
 
 ByKind = Mapping[Kind, int]
 """Bytes alive at one moment; every kind is there, and they sum to what the allocator holds."""
+
+_SHOWN = 5
+"""Holdings that are printed."""
 
 Work = Literal["forward", "recompute", "backward"]
 
@@ -131,6 +136,19 @@ class StepProfile:
         assert all(sum(phase.at_peak.values()) == phase.peak_bytes for phase in self.phases)
         assert all(before.end_s == after.start_s for before, after in itertools.pairwise(self.phases))
 
+    def __str__(self) -> str:
+        """What the peak consists of, kind by kind, and what is heaviest in it."""
+        unit = byte_unit([self.peak_bytes])
+        heaviest = [(h.kind, h.nbytes, _described(h)) for h in self.holdings[:_SHOWN]]
+        kinds = [(kind, nbytes, "") for kind, nbytes in self.at_peak.items() if nbytes]
+        lines = [
+            f"{kind:<14}{format_bytes(nbytes, unit):>12}  {nbytes / self.peak_bytes:6.1%}  {what}".rstrip()
+            for kind, nbytes, what in (*kinds, *heaviest)
+        ]
+        where = f"rank {self.rank}, step {self.step}"
+        title = f"peak of {format_bytes(self.peak_bytes, unit)} {unit} in {self.phase} ({where})"
+        return "\n".join((title, *lines[: len(kinds)], "heaviest", *lines[len(kinds) :]))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON data."""
         return dataclasses.asdict(self)
@@ -156,3 +174,11 @@ class StepProfile:
             return StepProfile(**{**data, **made})
         except AssertionError as error:
             raise ValueError("the figures of a profile contradict each other") from error
+
+
+def _described(holding: Holding) -> str:
+    """Whose it is and what: ``layers.3.w1: aten::mm, 2 of 512 × 176 float32``."""
+    module = f"{holding.module}: " if holding.module else ""
+    shape = "" if holding.shape is None else " × ".join(map(str, holding.shape)) or "one number"
+    what = " ".join(filter(None, (shape, holding.dtype)))
+    return f"{module}{holding.source}" + (f", {holding.count} of {what}" if what else f", {holding.count} in all")
