@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One thread a process: the ranks share the cores, and the order of arithmetic stays the same.
 RUN := OMP_NUM_THREADS=1
+# Two files of tests at a time: most need one core, those on several ranks two.
+PARALLEL := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train test test-full lint bench
@@ -40,7 +42,7 @@ train: $(STAMP) ## train the small model on 8 ranks; NPROC=2 ARGS="+ckpt=full en
 	$(RUN) $(BIN)/torchrun --nproc_per_node $(NPROC) launch/train.py $(ARGS)
 
 test: $(STAMP) ## the fast tier of the tests; ARGS="-k name" for a part of it
-	$(RUN) $(BIN)/python -m pytest $(ARGS)
+	$(RUN) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-full: $(STAMP) ## every matrix, resumable; outcomes go to docs/verification.json and docs/support.md
 	$(RUN) $(BIN)/python -m pytest --full --record=docs/verification.json $(ARGS); passed=$$?; \
