@@ -79,6 +79,7 @@ def check(phase: str, engine: str, found: dict[str, Any]) -> None:
         assert not found["suggestions"] and "No policy helps" in found["advice"]
 
 
+@pytest.mark.full
 def test_all_ranks_end_and_it_is_said_what_filled_memory(tmp_path: Path) -> None:
     found = run_out(tmp_path, "backward", "fsdp2", ranks=2)
     assert found["last_report"]["step"] == 1 and found["heaviest_rank"] in (0, 1)

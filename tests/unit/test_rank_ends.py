@@ -128,6 +128,7 @@ def test_a_post_mortem_that_fails_hides_nothing(
     assert capsys.readouterr().err == "warning: the post-mortem could not be written: MemoryError: again\n"
 
 
+@pytest.mark.full
 def test_what_to_try_is_predicted_as_plan_cost_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(post_mortem, "PATIENCE_S", 300.0)
     monkeypatch.setattr(post_mortem, "POLICIES", ("selective", "full"))
