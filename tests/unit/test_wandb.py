@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from dist_ckpt.memory.records import MemoryReport, RankMemory
 from dist_ckpt.report.jsonl import JsonLines
-from dist_ckpt.report.wandb import WandbSink, sink
+from dist_ckpt.report.wandb import WandbSink, process, sink
 from tests.wandb_records import Recorded, recorded, steps, without_account
 
 pytest.importorskip("wandb")
@@ -199,6 +200,16 @@ def test_a_process_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     assert started[1].poll() is not None
     full.finish(0)
     assert len(said) == 1
+
+
+def test_uploading_ends_before_the_trainer_stops_waiting() -> None:
+    now = time.monotonic()
+    assert process._end_of({"finish": 3, "until_s": now + 15}) == (3, now + 15 - process._LAST_WORDS_S)
+    code, until_s = process._end_of({"line": {"step": 1}})
+    assert code == 1 and until_s > now + process._UPLOAD_S, "whose trainer is gone"
+    with pytest.raises(process._OutOfTime), process._at_most(-1):
+        time.sleep(5)
+    assert time.monotonic() < now + 4
 
 
 def test_a_folder_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:

@@ -101,12 +101,12 @@ def _record(
     seen = last_step(folder, start["id"])
     run = _open_run(start, folder, warn)
     curves = Curves(run, seen, start["world_size"], start["max_ranks"])
-    code, until_s = _KILLED, time.monotonic() + 2 * _UPLOAD_S
-    for record in itertools.chain(_earlier(folder, start["after_step"]), records):
-        if "finish" in record:
-            code, until_s = record["finish"], record["until_s"] - _LAST_WORDS_S
+    last: Mapping[str, Any] = {}
+    for last in itertools.chain(_earlier(folder, start["after_step"]), records):
+        if "finish" in last:
             break
-        curves.take(record)
+        curves.take(last)
+    code, until_s = _end_of(last)
     try:
         with _at_most((until_s - time.monotonic()) / 2):
             curves.end(code, folder)
@@ -119,6 +119,13 @@ def _record(
     wandb.teardown(exit_code=code)
 
 
+def _end_of(last: Mapping[str, Any]) -> tuple[int, float]:
+    """The exit code, and until when the trainer waits; if it has gone without a word, nobody does."""
+    if "finish" in last:
+        return last["finish"], last["until_s"] - _LAST_WORDS_S
+    return _KILLED, time.monotonic() + 2 * _UPLOAD_S
+
+
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
     """Raises :class:`_OutOfTime` inside once they have passed: a limit of W&B's own is set when the run is opened."""
@@ -126,12 +133,13 @@ def _at_most(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         raise _OutOfTime
 
-    signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _open_run(start: Mapping[str, Any], folder: Path, warn: Callable[[str], None]) -> wandb.Run:
