@@ -83,7 +83,7 @@ class Console:
         if not found:
             return
         unit = byte_unit([one.gain_bytes for one in found])
-        self.say(f"what to try next, and by about how much the peak would fall at most, {unit}")
+        self.say(f"what to try next, and by about how much the peak would fall, {unit}")
         for one in found:
             self.say(f"  {format_bytes(one.gain_bytes, unit):>9}  {one.text}")
 

@@ -119,7 +119,7 @@ def test_a_doubled_optimizer() -> None:
         state["averages"] = {name: value.clone() for name, value in state.items()}
     profile, given = run.deep()
     assert profile.at_peak["optimizer"] == 2 * usual.at_peak["optimizer"]
-    assert abs((saying(given, "optimizer", "copy").gain_bytes or 0) / usual.at_peak["optimizer"] - 1) < 0.01
+    assert saying(given, "optimizer", "may hold a copy")
 
 
 def test_64_mib_of_logits() -> None:

@@ -137,6 +137,40 @@ def test_attention_scores_are_those_of_eager_attention() -> None:
     assert not any("model.attention" in text for text, _ in advised([profile_of(scores)], run_of()))
 
 
+def test_hidden_states_are_no_logits_where_the_model_is_as_wide_as_its_vocabulary() -> None:
+    hidden = (
+        held("temporary", 20, "norm", "aten::mul", shape=(4, 128, 512)),
+        held("activations", 20, "tok_embeddings", "aten::index_select", shape=(4, 128, 512)),
+        held("temporary", 20, "output", "aten::mm", shape=(512, 512)),  # the gradient of the head's input
+        held("activations", 20, "", "aten::add", shape=(4, 128, 512)),
+    )
+    for run in (run_of(model_d_model=512), RunFacts()):
+        _, gain = about(advised([profile_of((*hidden, *logits(40)))], run), "logits")
+        assert gain == 35 * MIB
+    assert not any("logits" in text for text, _ in advised([profile_of((*QUIET, *hidden))], run_of(model_d_model=512)))
+
+
+def test_a_loss_in_pieces_is_advised_smaller_pieces_than_it_has() -> None:
+    run = run_of(model_loss="chunked", model_loss_chunk=64)
+    assert "model.loss_chunk=8 " in about(advised([profile_of(logits(40))], run), "logits")[0]
+    smallest = run_of(model_loss="chunked", model_loss_chunk=4)
+    assert not any("logits" in text for text, _ in advised([profile_of(logits(40))], smallest))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_hidden_states_are_no_scores_where_the_model_is_as_wide_as_a_row_is_long(heads: int) -> None:
+    run = run_of(model_attention="eager", model_d_model=128, model_n_heads=heads)
+    alike = (
+        held("activations", 20, "layers.0", "aten::add", shape=(4, 128, 128)),
+        held("activations", 20, "layers.0.norm", "aten::mul", shape=(4, 128, 128)),
+        held("activations", 20, "layers.0.attention", "aten::bmm", shape=(4, 128, 128 // heads)),
+    )
+    scores = held("activations", 30, "layers.0.attention", "aten::_softmax", shape=(4 * heads, 128, 128))
+    product = held("activations", 30, "layers.0.attention", "aten::bmm", shape=(8, 128, 128))
+    _, gain = about(advised([profile_of((*QUIET, *alike, scores, product))], run), "attention scores")
+    assert gain == 30 * heads * MIB
+
+
 def foreach(source: str, mib: float = 30) -> tuple[Holding, ...]:
     return held("temporary", mib, None, source), held("params", 40), held("optimizer", 60)
 
@@ -221,8 +255,8 @@ def test_a_peak_with_few_activations_is_no_case_for_recompute(phase: str, where:
 @pytest.mark.parametrize(
     ("mode", "kind", "key"),
     [
-        ("none", "activations", "ckpt=selective keeps less, ckpt=full only the blocks' inputs"),
-        ("selective", "activations", "ckpt=full keeps only the blocks' inputs"),
+        ("none", "activations", "with ckpt=full it is only their inputs; ckpt=selective frees less"),
+        ("selective", "activations", "with ckpt=full it is only their inputs"),
         ("full", "recompute", "ckpt=nested ckpt.k=1 ckpt.inner=[attention,mlp] does it in smaller pieces"),
         ("segments", "recompute", "ckpt=nested does it in smaller pieces"),
     ],
@@ -379,16 +413,24 @@ def test_unknown_memory_is_told_where_there_was_no_deep_step() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "precision", "usual"),
-    [("fsdp2", "fp32", 2), ("fsdp2", "bf16", 2), ("deepspeed", "fp32", 3), ("deepspeed", "bf16", 6), (None, "fp32", 2)],
+    [("fsdp2", "fp32", 2), ("fsdp2", "bf16", 2), ("deepspeed", "fp32", 3), ("deepspeed", "bf16", 6)],
 )
-def test_an_optimizer_with_a_copy_of_its_state_is_told(engine: str | None, precision: str, usual: int) -> None:
-    run = run_of(engine_name=engine, train_precision=precision) if engine else RunFacts()
+def test_an_optimizer_with_a_copy_of_its_state_is_told(engine: str, precision: str, usual: int) -> None:
+    run = run_of(engine_name=engine, train_precision=precision)
     steps = [profile_of(QUIET)]
     text, gain = about(advised(steps, run, grads=12 * MIB, optimizer=usual * 24 * MIB), "the optimizer of rank 0")
     assert f"{2 * usual:.1f} times its gradients, and AdamW {usual} times" in text and gain == usual * 12 * MIB
     for optimizer in (usual * 12, usual * 17):
         found = advised(steps, run, grads=12 * MIB, optimizer=optimizer * MIB)
         assert not any("the optimizer of" in text for text, _ in found)
+
+
+def test_the_optimizer_of_anybodys_own_loop_may_need_more_than_adamw() -> None:
+    steps = [profile_of(QUIET)]
+    text, gain = about(advised(steps, grads=12 * MIB, optimizer=48 * MIB), "the optimizer of rank 0")
+    assert "it may hold a copy" in text and "drop" not in text and gain is None
+    amsgrad = advised(steps, grads=12 * MIB, optimizer=37 * MIB)
+    assert not any("the optimizer of" in text for text, _ in amsgrad)
 
 
 def test_the_largest_gain_comes_first_and_what_is_no_matter_of_bytes_last() -> None:

@@ -26,6 +26,9 @@ from dist_ckpt.report.advice.view import (
 DOUBLED = 1.5
 """Times what an optimizer should hold: halfway to a second copy, and more than padding or scalars explain."""
 
+DOUBLED_OF_ANY = 1.75
+"""The same where the optimizer is not known: more than the three moments of AdamW with ``amsgrad``."""
+
 FRAGMENTED = 0.10
 """Of what is reserved: the caching allocator keeps a few per cent in reserve in any run."""
 
@@ -195,7 +198,8 @@ def _holder(source: str) -> str:
 
 
 def _doubled_optimizer(view: View) -> Iterator[Advice]:
-    """More state than AdamW's: a copy, or the state of a second optimizer.
+    """More state than AdamW's: a copy, or the state of a second optimizer. In anybody's own loop the optimizer may be
+    one that needs more, as AdamW with ``amsgrad`` and LBFGS do.
 
     Compared with the gradients at the boundary, which are sharded as the moments are, and in the dtype that is reduced:
     two moments to an fp32 gradient, three with DeepSpeed's fp32 masters, six to a bf16 gradient.
@@ -213,12 +217,17 @@ def _doubled_optimizer(view: View) -> Iterator[Advice]:
     else:
         usual = 2
     expected = usual * rank.grads
-    if rank.optimizer > DOUBLED * expected and view.matters(rank.optimizer - expected):
-        yield Advice(
-            f"the optimizer of rank {rank.rank} holds {in_bytes(rank.optimizer)}, {rank.optimizer / rank.grads:.1f} "
-            f"times its gradients, and AdamW {usual} times: a copy, or the state of a second one, is among it; drop it",
-            rank.optimizer - expected,
-        )
+    most = (DOUBLED if engine is not None else DOUBLED_OF_ANY) * expected
+    if rank.optimizer <= most or not view.matters(rank.optimizer - expected):
+        return
+    what = (
+        f"the optimizer of rank {rank.rank} holds {in_bytes(rank.optimizer)}, {rank.optimizer / rank.grads:.1f} "
+        f"times its gradients, and AdamW {usual} times"
+    )
+    if engine is not None:
+        yield Advice(f"{what}: a copy, or the state of a second one, is among it; drop it", rank.optimizer - expected)
+    else:
+        yield Advice(f"{what}: unless it is one that needs more, it may hold a copy, or a second one's state", None)
 
 
 def _differing(view: View, heavy: RankMemory, light: RankMemory) -> str:

@@ -6,9 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dist_ckpt.memory.profile.step_profile import KINDS, Kind, Phase, StepProfile
+from dist_ckpt.memory.profile.step_profile import KINDS, Holding, Kind, Phase, StepProfile
 from dist_ckpt.memory.records import in_bytes
-from dist_ckpt.report.advice.view import LARGE, STRONGER, Advice, View, by_source
+from dist_ckpt.report.advice.view import LARGE, STATES, STRONGER, Advice, View, by_source
 
 FEW_ACTIVATIONS = 0.10
 """Of the peak: with fewer activations than a tenth, recomputing all of them would hardly be noticed."""
@@ -34,31 +34,33 @@ _WHAT_LOWERS: dict[Kind, tuple[str, tuple[str, str] | None]] = {
 LOSS_PIECES = 8
 """Into which a loss is advised to be cut: an eighth of the logits is left, and each piece is still a large product."""
 
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
+_OF_LOSS = ("log_softmax", "cross_entropy", "nll_loss")
+_CASTS = ("aten::_to_copy", "aten::to", "aten::empty_strided")
+_SCORES = ("aten::_softmax", "aten::softmax", "aten::_softmax_backward_data", "aten::masked_fill", "aten::baddbmm")
+_ALSO_SCORES = ("aten::bmm", "aten::mul", "aten::div")
+
 
 def _logits(view: View) -> Iterator[Advice]:
     """Results of the head for a whole micro-batch, their softmax and their gradients."""
     profile, run = view.profile, view.run
-    if profile is None:
+    held = _logits_held(view)
+    if profile is None or not held:
         return
-    losses = (h for h in profile.holdings if h.shape and "log_softmax" in h.source)
-    own = run.get("model.vocab_size") if run.get("model.kind") == "decoder" else None  # of others it is no option
-    classes = own or next((h.shape[-1] for h in losses if h.shape), None)
-    held = [
-        h
-        for h in profile.holdings
-        if h.shape and len(h.shape) > 1 and h.shape[-1] == classes
-        if h.kind in ("activations", "recompute", "temporary") and view.block_of(h.module) is None
-    ]
     nbytes = sum(h.nbytes for h in held)
-    if not held:
-        return
     heads = {h.module for h in held if h.module}
     rows = max(math.prod(h.shape[:-1]) for h in held if h.shape)
     micro_batch = run.get("train.micro_batch")
     if run.get("model.kind") == "decoder":
-        left, chunk = 1 / LOSS_PIECES, max(rows // LOSS_PIECES, 1)
-        chunked = "" if run.get("model.loss") == "chunked" else "model.loss=chunked "
-        remedy = f"{chunked}model.loss_chunk={chunk} keeps an eighth of it and computes the head twice"
+        is_chunked = run.get("model.loss") == "chunked"
+        if is_chunked:
+            rows = min(rows, run.get("model.loss_chunk") or rows)
+        if rows < LOSS_PIECES:
+            return
+        chunked = "" if is_chunked else "model.loss=chunked "
+        left = 1 / LOSS_PIECES
+        remedy = f"{chunked}model.loss_chunk={rows // LOSS_PIECES} keeps an eighth of it"
+        remedy += "" if is_chunked else " and computes the head twice"
     elif micro_batch is not None and micro_batch > 1:
         left = (micro_batch // 2) / micro_batch
         remedy = f"train.micro_batch={micro_batch // 2} with more train.grad_accum halves it"
@@ -74,14 +76,42 @@ def _logits(view: View) -> Iterator[Advice]:
         )
 
 
+def _logits_held(view: View) -> list[Holding]:
+    """Products of the head, and what the loss makes of them.
+
+    Their shape alone does not tell: hidden states have the same where the model is as wide as there are classes.
+    """
+    run = view.run
+    made = [h for h in view.made if h.shape and len(h.shape) > 1 and view.block_of(h.module) is None]
+    own = run.get("model.vocab_size") if run.get("model.kind") == "decoder" else None  # of others it is no option
+    classes = own or next((h.shape[-1] for h in made if h.shape and "log_softmax" in h.source), None)
+    made = [h for h in made if h.shape and h.shape[-1] == classes]
+    products = [h for h in made if h.source in _PRODUCTS]
+    heads = {h.module for h in products}
+    states = (h for h in view.profile.holdings if h.kind in STATES and h.module in heads) if view.profile else ()
+    if run.get("model.d_model") == classes or any(h.shape and h.shape[-1] == classes for h in states):
+        products = [h for h in products if h.kind != "temporary"]  # the gradients of the head's input look alike
+    of_loss = (
+        h
+        for h in made
+        if any(name in h.source for name in _OF_LOSS)
+        or (h.module in (None, "") and h.dtype == "float32" and h.source in _CASTS)
+    )
+    return [*products, *of_loss]
+
+
 def _attention_scores(view: View) -> Iterator[Advice]:
-    profile, seq = view.profile, view.run.get("train.seq_len")
-    if profile is None or view.run.get("model.attention") != "eager":
+    profile, run, seq = view.profile, view.run, view.run.get("train.seq_len")
+    if profile is None or run.get("model.attention") != "eager":
         return
+    heads, width, rows = run.get("model.n_heads"), run.get("model.d_model"), run.get("train.micro_batch")
+    # Hidden states and queries may have the same shape: products tell only where no head is as wide as a row is long.
+    is_told = bool(heads and width and rows) and width // heads != seq
     nbytes = sum(
         h.nbytes
-        for h in profile.holdings
-        if h.kind in ("activations", "recompute", "temporary") and h.shape and h.shape[-2:] == (seq, seq)
+        for h in view.made
+        if h.shape and h.shape[-2:] == (seq, seq) and view.block_of(h.module) is not None
+        if h.source in _SCORES or (is_told and h.source in _ALSO_SCORES and math.prod(h.shape[:-2]) == rows * heads)
     )
     if view.matters(nbytes):
         yield Advice(
@@ -189,9 +219,8 @@ def _policy_that_keeps_less(view: View) -> Iterator[Advice]:
         key = _policy(view, "nested", {"k": "1", "inner": "[attention,mlp]"} if mode == "full" else {})
         text = f"what blocks compute again is {what}: {key} does it in smaller pieces"
     else:
-        full = run.either("ckpt=full", "'full'")
-        less = f"keeps less, {full} only the blocks' inputs" if stronger != "full" else "keeps only the blocks' inputs"
-        text = f"what blocks keep for backward is {what}: {_policy(view, stronger)} {less}"
+        less = f"; {_policy(view, stronger)} frees less, and computes less again" if stronger != "full" else ""
+        text = f"what blocks keep for backward is {what}: with {_policy(view, 'full')} it is only their inputs{less}"
     yield Advice(f"{text}{run.either('; launch/sweep.py compares their costs', '')}", gain)
 
 
@@ -206,7 +235,7 @@ def _lifetimes(profile: StepProfile, modules: Iterable[str]) -> list[tuple[float
 
 
 def _gain(profile: StepProfile, nbytes: float, alive: Sequence[tuple[float, float]]) -> int:
-    """How far the peak falls without some bytes: to the highest moment at which they were not alive, at most.
+    """How far the peak falls without some bytes: no further than to the highest moment at which they were not alive.
 
     Args:
         alive: from when to when they are, in seconds of the step; none where it is not known.

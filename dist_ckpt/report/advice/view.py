@@ -38,8 +38,8 @@ class Advice:
     text: str
     """What is there, and what to do."""
     gain_bytes: int | None
-    """About how far the peak of the rank that it is about would fall, at most; None where it is no matter of bytes, or
-    where they cannot be told before it is tried."""
+    """About how far the peak of the rank that it is about would fall; None where it is no matter of bytes, or where
+    they cannot be told before it is tried."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class View:
     @property
     def profile(self) -> StepProfile | None:
         return self.profiles.get(self.rank.rank)
+
+    @property
+    def made(self) -> tuple[Holding, ...]:
+        """What forward, recompute and backward have made, and is there at the peak."""
+        kinds = ("activations", "recompute", "temporary")
+        return tuple(h for h in self.profile.holdings if h.kind in kinds) if self.profile is not None else ()
 
     @property
     def peak(self) -> int:
