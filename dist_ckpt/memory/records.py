@@ -111,8 +111,8 @@ class MemoryReport:
         return max(self.ranks, key=lambda r: r.peak_or_accounted or 0)
 
     def __str__(self) -> str:
-        offloaded = ("offloaded",) if any(r.offloaded is not None for r in self.ranks) else ()
-        columns = ("rank", *ACCOUNTED[:-1], *offloaded, ACCOUNTED[-1], "accounted", "peak")
+        told = (*ACCOUNTED[:-1], "offloaded", ACCOUNTED[-1], "accounted", "peak")
+        columns = ("rank", *(c for c in told if any(getattr(r, c) is not None for r in self.ranks)))
         unit = byte_unit([getattr(r, c) for r in self.ranks for c in columns[1:]])
         rows = [[str(r.rank), *(format_bytes(getattr(r, c), unit) for c in columns[1:])] for r in self.ranks]
         lines = ["".join(f"{cell:>13}" for cell in row) for row in (columns, *rows)]
