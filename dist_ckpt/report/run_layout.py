@@ -9,6 +9,9 @@ WARM_UP_STEPS = 2
 """Updates at the start of a run that its typical step time leaves out: they allocate optimizer states, fill caches and
 compile."""
 
+OUT_OF_MEMORY = 3
+"""The ``code`` in ``exit.json`` of a run that ran out of memory."""
+
 
 @dataclass(frozen=True)
 class RunLayout:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt.errors import DistCkptError, StateWriteError
+from dist_ckpt.report import run_layout
 from dist_ckpt.report.run_layout import RunLayout
 
 
@@ -20,7 +21,7 @@ class ExitCode(IntEnum):
     FAULT = 1
     MISTAKE = 2
     """The user's mistake."""
-    OUT_OF_MEMORY = 3
+    OUT_OF_MEMORY = run_layout.OUT_OF_MEMORY
     TERMINATED = 143
     """A SIGTERM, after the training state was saved."""
 

@@ -39,10 +39,7 @@ from dist_ckpt.report.html.parts import (
 )
 from dist_ckpt.report.html.plan_tree import plan_tree
 from dist_ckpt.report.run_data import RunData
-from dist_ckpt.report.run_layout import RunLayout
-
-OUT_OF_MEMORY = 3
-"""Exit code of a run that ran out of memory, as ``exit.json`` has it."""
+from dist_ckpt.report.run_layout import OUT_OF_MEMORY, RunLayout
 
 PROFILES = 16
 """Ranks whose deep step is in a page: the heaviest of each stage, then the heaviest of all."""

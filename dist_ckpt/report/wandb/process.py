@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from dist_ckpt.memory.records import MemoryReport
 from dist_ckpt.report.jsonl import read_json_lines
-from dist_ckpt.report.run_layout import RunLayout
+from dist_ckpt.report.run_layout import OUT_OF_MEMORY, RunLayout
 from dist_ckpt.report.wandb.log import last_step, logs
 from dist_ckpt.report.wandb.metrics import (
     PARTS,
@@ -40,7 +40,6 @@ _CONNECT_S, _UPLOAD_S = 12, 25
 """Before a run becomes an offline one; for what is left at its end, if the trainer waits for so long."""
 _LAST_WORDS_S = 3.0
 """Of the trainer's patience at the end: to say that uploading has taken the rest of it."""
-_OUT_OF_MEMORY = 3
 _KILLED = 1
 """What a run is told to have ended with if nobody says so."""
 
@@ -242,7 +241,7 @@ class Curves:
 
         if self._step <= self._seen:  # no new row: all steps were done before, or the first has failed
             self._step, self._row = self._seen + 1, {}
-        if code == _OUT_OF_MEMORY:
+        if code == OUT_OF_MEMORY:
             self._row["memory/num_ooms"] = 1
         if self._report is not None:
             self._media |= _table_and_chart("memory/ranks", rank_table(self._report), PARTS)
