@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from dist_ckpt.memory.profile.step_profile import KINDS
-from dist_ckpt.memory.records import ACCOUNTED, MemoryReport, byte_unit, format_bytes, in_bytes
+from dist_ckpt.memory.records import ACCOUNTED, MemoryReport, RankMemory, byte_unit, format_bytes, in_bytes
 from dist_ckpt.report.advice import Advice
 from dist_ckpt.report.advice.view import ranks_named
 
@@ -30,6 +30,8 @@ class Console:
         self._task = TaskID(0)
         self._told: set[str] = set()
         """Leaks that have been said."""
+        self._memory = ""
+        """As it was reported last, for the bar."""
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
@@ -43,14 +45,18 @@ class Console:
             self._progress.start()
 
     def step(self, step: int, loss: float, grad_norm: float, tokens_per_s: float, memory: MemoryReport | None) -> None:
-        """Shows one step, as a line or beside the bar, with the last known memory."""
+        """Shows one step, as a line or beside the bar.
+
+        Args:
+            memory: as reported at this very step. The bar goes on showing it, where it takes one place.
+        """
         text = f"loss {loss:.4f}  grad norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
-        if memory is not None:
-            text += f"  memory {_heaviest(memory)}"
+        reported = f"  memory {_heaviest(memory)}" if memory is not None else ""
+        self._memory = reported or self._memory
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=text)
+            self._progress.update(self._task, completed=step, description=text + self._memory)
         else:
-            self.say(f"step {step}/{self._total}  {text}")
+            self.say(f"step {step}/{self._total}  {text}{reported}")
 
     def leaks(self, report: MemoryReport) -> None:
         """Says what grows from report to report, once."""
@@ -78,14 +84,26 @@ class Console:
         if any(rank.at_peak is not None for rank in report.ranks):
             self._console.print(peak_table(report), crop=False)
 
-    def advise(self, found: Sequence[Advice]) -> None:
-        """Prints what to try next."""
+    def advise(self, found: Sequence[Advice], report: MemoryReport) -> None:
+        """Prints what to try next; where nothing is, at least what the peak in a report is mostly made of."""
         if not found:
+            self._nothing_to_try(report)
             return
         unit = byte_unit([one.gain_bytes for one in found])
         self.say(f"what to try next, and by about how much the peak would fall, {unit}")
         for one in found:
             self.say(f"  {format_bytes(one.gain_bytes, unit):>9}  {one.text}")
+
+    def _nothing_to_try(self, report: MemoryReport) -> None:
+        deep = [rank for rank in report.ranks if rank.at_peak is not None and rank.peak]
+        if not deep:
+            return
+        heaviest = max(deep, key=lambda rank: rank.peak or 0)
+        at_peak, peak = heaviest.at_peak or {}, heaviest.peak or 1
+        most = sorted(KINDS, key=lambda kind: at_peak[kind], reverse=True)[:3]
+        shares = ", ".join(f"{kind} {at_peak[kind] / peak:.0%}" for kind in most if at_peak[kind])
+        where = f" of rank {heaviest.rank}" if len(report.ranks) > 1 else ""
+        self.say(f"nothing stands out that could be tried next; the most at the peak{where}: {shares}")
 
 
 def memory_table(report: MemoryReport) -> Table:
@@ -98,20 +116,25 @@ def memory_table(report: MemoryReport) -> Table:
     ]
     unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])
     rows = [[format_bytes(getattr(r, c), unit) for c in shown] for r in report.ranks]
-    return _table(f"memory per rank at step {report.step}, {unit}", report, shown, rows)
+    note = " (accounted: the sum of maxima, which need not be at one moment; no peak)"
+    return _table(f"memory per rank at step {report.step}, {unit}{note}", report, shown, rows)
 
 
 def peak_table(report: MemoryReport) -> Table:
-    """The peak of each rank in GiB or MiB, its phase, and the share that each kind of memory has of it."""
+    """The peak of each rank in GiB or MiB, its phase, and of each kind of memory how much that is and which share.
+
+    The columns are always the same, so that the tables of two runs can be laid side by side.
+    """
     unit = byte_unit([rank.peak for rank in report.ranks])
-    at_peak = [rank.at_peak or {} for rank in report.ranks]
-    kinds = [kind for kind in KINDS if any(found.get(kind) for found in at_peak)]
     rows = []
-    for rank, found in zip(report.ranks, at_peak, strict=True):
-        shares = [f"{found[kind] / rank.peak:.1%}" if found and rank.peak else "-" for kind in kinds]
-        rows.append([format_bytes(rank.peak, unit), found.get("phase", "-"), *shares])
+    for rank in report.ranks:
+        found, peak = rank.at_peak, rank.peak
+        cells = ["-"] * len(KINDS)
+        if found is not None and peak:
+            cells = [f"{format_bytes(found[k], unit)} {found[k] / peak:.0%}" if found[k] else "0" for k in KINDS]
+        rows.append([format_bytes(peak, unit), found["phase"] if found is not None else "-", *cells])
     title = f"at the peak of step {report.step}, {unit} and shares"
-    return _table(title, report, ["peak", "phase", *kinds], rows)
+    return _table(title, report, ["peak", "phase", *KINDS], rows)
 
 
 def _table(title: str, report: MemoryReport, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -128,9 +151,14 @@ def _table(title: str, report: MemoryReport, columns: Sequence[str], rows: Seque
 
 
 def _heaviest(report: MemoryReport) -> str:
-    rank = report.heaviest
-    if rank.peak_or_accounted is None:
+    """Of every report of a run the same figure: the peak of a deep step alone, as on the CPU, is not shown here."""
+
+    def shown(rank: RankMemory) -> int | None:
+        return rank.peak if rank.reserved is not None else rank.accounted
+
+    rank = max(report.ranks, key=lambda one: shown(one) or 0)
+    if shown(rank) is None:
         return "-"
     stage = f", stage {rank.stage}" if rank.stage is not None else ""
     where = f" (rank {rank.rank}{stage})" if len(report.ranks) > 1 else ""
-    return f"{in_bytes(rank.peak_or_accounted)}{where}"
+    return f"{in_bytes(shown(rank))}{where}"

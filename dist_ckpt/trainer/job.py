@@ -179,8 +179,8 @@ def _show_end(job: Job, loop: Loop, console: Console, predicted: Sequence[Predic
         if unseen := job.engine.meter.unseen:
             console.say(f"no op rule sees into {', '.join(unseen)}: recomputed as a whole")
         if job.place.rank == 0:  # which alone has every rank's profile
-            facts = facts_of(job.config, job.plan, predicted)
-            console.advise(advice(loop.deep_report or loop.report, loop.profiles, facts))
+            report, facts = loop.deep_report or loop.report, facts_of(job.config, job.plan, predicted)
+            console.advise(advice(report, loop.profiles, facts), report)
 
 
 def seed_rank(config: Config, rank: int) -> None:

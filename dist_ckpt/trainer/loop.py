@@ -152,7 +152,7 @@ class Loop:
         else:
             what = f"done: steps {self._first_step + 1} to {step}"
         loss = f", last loss {self._last.loss:.4f}" if self._last is not None else ""
-        return f"{what}{loss}, {time.perf_counter() - self._started_s:.1f} s, in {self.folder.path}"
+        return f"{what}{loss}, {time.perf_counter() - self._started_s:.1f} s of training, in {self.folder.path}"
 
     def save(self) -> None:
         """Saves the training state of this step; all ranks call it."""
@@ -215,7 +215,8 @@ class Loop:
             "tokens_per_s": result.tokens / seconds,
             "step_s": seconds,
         }
-        self.console.step(number, result.loss, result.grad_norm, line["tokens_per_s"], self.report)
+        reported = self.report if measure else None
+        self.console.step(number, result.loss, result.grad_norm, line["tokens_per_s"], reported)
         if config.train.eval_every and number % config.train.eval_every == 0:
             line["eval_loss"] = self.engine.eval_loss(self._validation_batches())
             self.console.say(f"step {number}/{config.train.steps}  validation loss {line['eval_loss']:.4f}")

@@ -18,7 +18,8 @@ from dist_ckpt.errors import DistCkptError
 from dist_ckpt.memory.ledger import owners_of
 from dist_ckpt.memory.out_of_memory.failure import out_of_memory_in
 from dist_ckpt.memory.out_of_memory.post_mortem import PostMortem, post_mortem
-from dist_ckpt.memory.records import MemoryReport
+from dist_ckpt.memory.profile.step_profile import KINDS
+from dist_ckpt.memory.records import MemoryReport, in_bytes
 from dist_ckpt.planning import make_plan
 from dist_ckpt.policy import policy_from
 from dist_ckpt.report.jsonl import read_json_lines
@@ -68,10 +69,16 @@ def explain(error: BaseException, job: Job, folder: RunFolder, limit: MemoryLimi
         record = found.to_dict() | {"suggestions": [], "advice": advice(found), **_last_report(folder)}
         path = of_rank(folder.oom, job.place.rank)
         where = _write(path, record)  # now: what follows takes time
-        print_error(f"rank {job.place.rank}: what filled memory is in {where}", kind="note")
+        rank = f"rank {job.place.rank}"
+        print_error(f"{rank}: {in_a_sentence(found)}", kind="note")
+        print_error(f"{rank}: what filled memory is in {where}", kind="note")
         if found.place.phase in _WITH_ACTIVATIONS:
-            record["suggestions"] = [dataclasses.asdict(one) for one in suggestions(job, found.stage)]
+            suggested = suggestions(job, found.stage)
+            record["suggestions"] = [dataclasses.asdict(one) for one in suggested]
             _write(path, record)
+            if suggested:
+                less = ", ".join(f"{in_bytes(one.freed_bytes)} less with {one.change}" for one in suggested)
+                print_error(f"{rank}: activations would be {less}", kind="note")
     except BaseException as problem:
         _log.exception("the post-mortem could not be written")
         print_error(f"the post-mortem could not be written: {type(problem).__name__}: {problem}", kind="warning")
@@ -90,6 +97,21 @@ def _examine(error: BaseException, job: Job, limit: MemoryLimit) -> PostMortem:
         step=engine.step + 1,
         limit=limit,
     )
+
+
+def in_a_sentence(found: PostMortem) -> str:
+    """What failed where, and what most of the memory was."""
+    asked = f"{in_bytes(found.requested_bytes)} failed" if found.requested_bytes is not None else "an allocation failed"
+    place = {"optimizer": "the optimizer step", "other": "the engine's own work"}.get(
+        found.place.phase, found.place.phase
+    )
+    module = f" of {found.place.module}" if found.place.module else ""
+    kind = max(KINDS, key=lambda one: found.by_kind[one])
+    most = ""
+    if found.tensor_bytes:
+        share = found.by_kind[kind] / found.tensor_bytes
+        most = f"; most of the tensors alive were {kind}, {in_bytes(found.by_kind[kind])} ({share:.0%})"
+    return f"{asked} in {place}{module}{most}"
 
 
 def advice(found: PostMortem) -> str:

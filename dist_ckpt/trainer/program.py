@@ -76,6 +76,8 @@ def fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitCo
         folder: of a run that has one.
     """
     from dist_ckpt.engines.base import NonFiniteError
+    from dist_ckpt.memory.out_of_memory.failure import out_of_memory_in, requested_bytes
+    from dist_ckpt.memory.records import in_bytes
     from dist_ckpt.states.agreement import OtherRankFailed
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes twice: from the terminal, then from torchrun
@@ -98,7 +100,9 @@ def fail(error: BaseException, folder: RunFolder | None, place: Place) -> ExitCo
     if code is ExitCode.MISTAKE:
         print_error(short)
     elif code is ExitCode.OUT_OF_MEMORY:
-        print_error(f"out of memory: {short}{where}")
+        asked = requested_bytes(out_of_memory_in(error) or error)  # allocators' own words are in the log
+        what = f"{in_bytes(asked)} could not be allocated" if asked is not None else short
+        print_error(f"out of memory: {what}{where}")
     elif isinstance(error, (NonFiniteError, StateWriteError, KeyboardInterrupt)):
         print_error(f"{short}{where}")
     else:

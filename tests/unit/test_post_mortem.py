@@ -23,6 +23,7 @@ from dist_ckpt.report.html.out_of_memory import out_of_memory_page
 from dist_ckpt.trainer.models.config import ModelConfig
 from dist_ckpt.trainer.models.init import init_parameters
 from dist_ckpt.trainer.models.llama import FeedForward, Transformer
+from dist_ckpt.trainer.post_mortem import in_a_sentence
 from tests.distributed.oracle import COMPILER, counter
 
 TOO_MUCH = 1 << 50
@@ -86,6 +87,9 @@ def test_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.by_kind["activations"] > 0 and found.by_kind["grads"] == 0
     assert found.by_module["layers.0.feed_forward"]["activations"] == 3 * 2 * 32 * 64 * 4, "w1's and w3's, and silu's"
     assert not found.notes
+    said = in_a_sentence(found)
+    assert said.startswith("1,048,576.000 GiB failed in forward of layers.1.feed_forward; most of the tensors alive ")
+    assert "were params, " in said and said.endswith("%)")
 
 
 def test_recompute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,9 @@ def test_what_filled_memory_is_written_down(tmp_path: Path, capsys: pytest.Captu
     found = json.loads((folder.oom / "rank_0.json").read_text())
     assert (found["rank"], found["requested_bytes"], found["last_report"]) == (0, 1 << 50, None)
     assert "ran out of memory" in (folder.oom / "rank_0.html").read_text()
-    assert capsys.readouterr().err == f"note: rank 0: what filled memory is in {folder.oom}/rank_0.html\n"
+    sentence, page = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("note: rank 0: 1,048,576.000 GiB failed in the engine's own work")
+    assert page == f"note: rank 0: what filled memory is in {folder.oom}/rank_0.html"
 
 
 def test_other_errors_leave_no_post_mortem(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_the_table_is_whole_at_any_width(width: int | None) -> None:
     console, text = spoken(width)
     console.table(report(GIB, count=8, peak=1700 * GIB))
     title, _, head, _, *rows = [line.rstrip() for line in text.getvalue().splitlines()]
-    assert title == "memory per rank at step 7, GiB"
+    assert title.startswith("memory per rank at step 7, GiB (accounted: ")
     shown = ["params", "grads", "optimizer", "activations", "other", "accounted", "unattributed", "peak", "reserved"]
     assert head.split() == ["rank", *shown]
     assert rows[1].split() == [
@@ -118,18 +118,39 @@ def test_peaks_are_shown_by_phase_and_by_the_shares_of_what_fills_them() -> None
     console.peaks(MemoryReport(7, (dataclasses.replace(first, at_peak=found), second)))
     title, _, head, _, *rows = [line.split() for line in text.getvalue().splitlines()]
     assert " ".join(title) == "at the peak of step 7, MiB and shares"
-    assert head == ["rank", "peak", "phase", "params", "activations"]
-    assert rows[:2] == [["0", "200.000", "backward", "25.0%", "75.0%"], ["1", "200.000", "-", "-", "-"]]
+    assert head == ["rank", "peak", "phase", *KINDS]
+    filled = {"params": ["50.000", "25%"], "activations": ["150.000", "75%"]}
+    assert rows[0] == ["0", "200.000", "backward", *(cell for kind in KINDS for cell in filled.get(kind, ["0"]))]
+    assert rows[1] == ["1", "200.000", *["-"] * (1 + len(KINDS))]
 
 
 def test_advice_is_printed_below_with_what_it_gains() -> None:
     console, text = spoken()
-    console.advise(())
+    console.advise((), report(MIB))
     assert text.getvalue() == ""
-    console.advise((Advice("do [this]", 1234 * MIB), Advice("or that", None)))
+    console.advise((Advice("do [this]", 1234 * MIB), Advice("or that", None)), report(MIB))
     title, *lines = text.getvalue().splitlines()
-    assert title.endswith("at most, GiB")
+    assert title.endswith("would fall, GiB")
     assert lines == ["      1.205  do [this]", "          -  or that"]
+
+
+def test_without_advice_it_is_said_what_the_peak_is_made_of() -> None:
+    console, text = spoken()
+    light, heavy = report(MIB, peak=200 * MIB).ranks
+    found = {"phase": "backward", **dict.fromkeys(KINDS, 0), "params": 50 * MIB, "activations": 150 * MIB}
+    heavy = dataclasses.replace(heavy, peak=400 * MIB, at_peak={**found, "temporary": 200 * MIB})
+    console.advise((), MemoryReport(7, (dataclasses.replace(light, at_peak=found), heavy)))
+    assert text.getvalue().endswith("peak of rank 1: temporary 50%, activations 38%, params 12%\n")
+
+
+def test_memory_of_a_step_means_the_same_in_every_line() -> None:
+    console, text = spoken()
+    plain = report(MIB)
+    deep = MemoryReport(7, tuple(dataclasses.replace(rank, peak=9 * GIB, live=GIB) for rank in plain.ranks))
+    for step, one in ((1, plain), (2, deep), (3, report(MIB, peak=9 * GIB))):
+        console.step(step, 3.0, 0.5, 1.0, one)
+    shown = [line.partition("memory ")[2] for line in text.getvalue().splitlines()]
+    assert shown == ["2.414 GiB (rank 1)", "2.414 GiB (rank 1)", "9.000 GiB (rank 0)"]
 
 
 def test_a_leak_is_said_once_for_all_ranks_that_have_it() -> None:
