@@ -146,7 +146,7 @@ def test_an_outage_in_the_middle(tmp_path: Path, _home: Path) -> None:
 def test_an_outage_in_a_run_that_fails(tmp_path: Path) -> None:
     server = server_that_goes()
     environment = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-    arguments = (*faulty("boom", rank=1, step=4), *ONLINE)
+    arguments = (*faulty("boom", rank=1, step=150), *ONLINE, "train.steps=200")  # W&B has connected by then
     finished = torchrun(*arguments, cwd=tmp_path, script=FAULTY, environment=environment)
     assert server.opened.is_set()
     finished.assert_quick(45)
