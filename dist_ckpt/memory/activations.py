@@ -80,6 +80,19 @@ def saved_bytes(
     )
 
 
+def kept_by_graphs(visible: Iterable[Tensor], resident: Iterable[Tensor]) -> SavedBytes:
+    """What the graphs keep of which Python sees an end.
+
+    A saved result has no Python object of its own, so that the collector knows nothing of it.
+
+    Args:
+        visible: tensors that Python sees.
+        resident: tensors that are accounted elsewhere.
+    """
+    roots = [tensor for tensor in visible if tensor.grad_fn is not None]
+    return saved_bytes(roots, resident, tensors=True) if roots else SavedBytes(0, 0, 0)
+
+
 class _Walk:
     """One pass over a graph; frames of checkpoints are visited once however many of their tensors are met."""
 

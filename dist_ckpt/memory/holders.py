@@ -34,14 +34,28 @@ def visible_tensors(device: torch.device) -> Iterator[Tensor]:
     """
     for one in gc.get_objects():
         kind = type(one)  # isinstance would ask proxies what they stand for
-        if not issubclass(kind, Tensor) or issubclass(kind, FakeTensor) or one.device != device:
+        if not issubclass(kind, Tensor) or issubclass(kind, FakeTensor):
             continue
-        try:
-            parts = [part for part in plain_parts(one) if part.untyped_storage().nbytes()]
-        except (NotImplementedError, RuntimeError):  # a kind of tensor that has no storage
-            continue
-        if parts and all(part.untyped_storage().resizable() for part in parts):
+        if _is_allocated(one, device):
             yield one
+        # A gradient that no Python code has read yet has no object of its own.
+        if one.is_leaf and one.requires_grad and one.grad is not None and _is_allocated(one.grad, device):
+            yield one.grad
+
+
+def _is_allocated(tensor: Tensor, device: torch.device) -> bool:
+    if tensor.device != device:
+        return False
+    try:
+        parts = [part for part in plain_parts(tensor) if part.untyped_storage().nbytes()]
+    except (NotImplementedError, RuntimeError):  # a kind of tensor that has no storage
+        return False
+    return bool(parts) and all(part.untyped_storage().resizable() for part in parts)
+
+
+def visible_storages() -> frozenset[int]:
+    """Addresses of storages that Python code has taken out of their tensors."""
+    return frozenset(one.data_ptr() for one in gc.get_objects() if type(one) is torch.UntypedStorage)
 
 
 def holders_of(tensors: Sequence[Tensor]) -> list[str]:

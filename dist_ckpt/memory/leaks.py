@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_ckpt.errors import counted
-from dist_ckpt.memory.activations import saved_bytes
+from dist_ckpt.memory.activations import kept_by_graphs
 from dist_ckpt.memory.holders import UNKNOWN, holders_of, visible_tensors
 from dist_ckpt.memory.ledger import CATEGORIES, Owner, ledger
 from dist_ckpt.memory.out_of_memory.limits import resident_bytes
@@ -103,8 +103,7 @@ class LeakWatch:
         owned = Storages(tensor for _, _, tensor in owners)
         unowned = [tensor for tensor in visible_tensors(self._device) if tensor not in owned]
         nobodys = Storages(unowned)
-        roots = [tensor for tensor in unowned if tensor.grad_fn is not None]
-        in_graphs = saved_bytes(roots, (*(tensor for _, _, tensor in owners), *unowned)).total if roots else 0
+        in_graphs = kept_by_graphs(unowned, (*(tensor for _, _, tensor in owners), *unowned)).total
         by_category = {str(category): nbytes for category, nbytes in ledger(owners).items()}
         on_device = self._device.type == "cuda"  # where the allocator knows also what only C++ holds
         by_category["unattributed"] = level - sum(by_category.values()) if on_device else nobodys.nbytes + in_graphs

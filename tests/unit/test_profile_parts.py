@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from dist_ckpt.compat.profiler import Change, Op, TensorInput, Trace
-from dist_ckpt.memory.profile.allocations import Allocation, Sighting, end_unreported, follow
+from dist_ckpt.memory.profile.allocations import Allocation, Gone, Sighting, follow
 from dist_ckpt.memory.profile.attribution import ENGINE, Attribution
+from dist_ckpt.memory.profile.lifetimes import end_unreported
 from dist_ckpt.memory.profile.phases import stretches
 from dist_ckpt.memory.profile.recording import reconciled
 from dist_ckpt.memory.profile.step_profile import KINDS, Holding, Phase, StepProfile, merge_holdings
@@ -31,12 +32,12 @@ def lives(allocations: list[Allocation]) -> list[tuple[int, int, int | None, int
 
 def test_allocations_live_from_their_event_to_the_next_of_their_address() -> None:
     changes = [Change(10, 100, 8, -1), Change(20, 100, -8, -1), Change(30, 100, 16, -1)]
-    assert lives(follow(changes, [], {}, {})) == [(100, 8, 10, 20), (100, 16, 30, None)]
+    assert lives(follow(changes, [], {}, [])) == [(100, 8, 10, 20), (100, 16, 30, None)]
 
 
 def test_what_was_there_before_is_known_from_marks() -> None:
     seen = [sighting(0, 100, 8), sighting(1, 200, 4), sighting(0, 300, 2)]
-    found = follow([Change(15, 104, 8, -1), Change(25, 300, -2, -1)], seen, {0: 0, 1: 10}, {100: 12})
+    found = follow([Change(15, 104, 8, -1), Change(25, 300, -2, -1)], seen, {0: 0, 1: 10, 2: 12}, [Gone(100, 0, 2, 2)])
     assert sorted(lives(found), key=lambda one: one[0]) == [
         (100, 8, None, 12),  # gone at a mark
         (104, 8, 15, None),
@@ -46,7 +47,7 @@ def test_what_was_there_before_is_known_from_marks() -> None:
 
 
 def test_a_free_of_what_was_never_seen_tells_that_it_was_there() -> None:
-    assert lives(follow([Change(5, 100, -8, -1)], [], {}, {})) == [(100, 8, None, 5)]
+    assert lives(follow([Change(5, 100, -8, -1)], [], {}, [])) == [(100, 8, None, 5)]
 
 
 def test_an_unreported_free_is_at_the_last_use() -> None:
@@ -55,11 +56,11 @@ def test_an_unreported_free_is_at_the_last_use() -> None:
         Op("aten::copy_", 30, 40, -1, inputs=(TensorInput(100, (8,), "uint8"),)),
         Op("aten::copy_", 60, 70, -1, inputs=(TensorInput(100, (8,), "uint8"),)),
     ]
-    reused = follow([Change(12, 100, 8, 0), Change(50, 100, 8, -1)], [], {}, {})
+    reused = follow([Change(12, 100, 8, 0), Change(50, 100, 8, -1)], [], {}, [])
     assert [one.end for one in reused] == [50, None]
     end_unreported(reused, ops, {}, lambda one: False)
     assert [one.end for one in reused] == [40, None], "before its address was used again, and not of others"
-    never = follow([Change(12, 100, 8, 0)], [], {}, {})
+    never = follow([Change(12, 100, 8, 0)], [], {}, [])
     end_unreported(never, ops, {}, lambda one: True)
     assert [one.end for one in never] == [70]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
-from dist_ckpt.compat.profiler import Change, Op, dtype_name
+from dist_ckpt.compat.profiler import Change, dtype_name
 from dist_ckpt.memory.profile.step_profile import Kind
 from dist_ckpt.memory.storages import plain_parts
 
@@ -38,6 +38,19 @@ def sightings(mark: int, kind: Kind | Literal["visible"], name: str, tensor: Ten
             )
 
 
+@dataclass(frozen=True)
+class Gone:
+    """A storage that was there at some marks, and is not any more."""
+
+    address: int
+    since: int
+    """The mark at which it was met."""
+    was_there: int
+    """The last mark at which it is known to have been there."""
+    mark: int
+    """The mark by which it was gone."""
+
+
 @dataclass(eq=False)
 class Allocation:
     """One piece of memory."""
@@ -52,7 +65,9 @@ class Allocation:
     """``None`` if it outlives the step."""
     seen: list[Sighting] = field(default_factory=list)
     is_overdue: bool = False
-    """Whether the end is not its own, which nobody has reported, but the next use of its address."""
+    """Whether the end is not its own, which nobody has reported, but that at which it was found to be gone."""
+    was_there: int = 0
+    """A moment at which it was there for certain."""
 
     def is_alive(self, at: int) -> bool:
         """At a moment; what is freed in that moment is not."""
@@ -63,20 +78,20 @@ def follow(
     changes: Sequence[Change],
     seen: Iterable[Sighting],
     times: Mapping[int, int],
-    gone: Mapping[int, int],
+    gone: Iterable[Gone],
     before: Iterable[tuple[int, int]] = (),
 ) -> list[Allocation]:
     """All allocations that are alive at some time of a step.
 
     What was there before has no event of its own on the CPU, not even when it is freed (c10/core/CPUAllocator.cpp,
     ``ProfiledCPUMemoryReporter``): it is known from having been seen at a mark, and its end from ``gone``, or from
-    its address being used again.
+    its address being used again. What another thread frees has no event either.
 
     Args:
         changes: in order of time.
         seen: at marks.
         times: of the marks.
-        gone: address of something seen at the first mark → the time from which it was not there any more.
+        gone: what was not there any more at a mark.
         before: (address, bytes) of what an allocator says was there.
     """
     live = _Live()
@@ -86,55 +101,17 @@ def follow(
     for sighting in seen:
         by_mark.setdefault(sighting.mark, []).append(sighting)
     # A sighting comes after a change of the same moment. Ends of what was there before come first of all.
-    moments: list[tuple[int, int, Change | Sighting | int]] = [(change.at, 1, change) for change in changes]
+    moments: list[tuple[int, int, Change | Sighting | Gone]] = [(change.at, 1, change) for change in changes]
     moments += [(times[mark], 2, sighting) for mark, found in by_mark.items() for sighting in found]
-    moments += [(at, 0, address) for address, at in gone.items()]
+    moments += [(times[one.mark], 0, one) for one in gone]
     for at, _, moment in sorted(moments, key=lambda one: one[:2]):
         if isinstance(moment, Change):
             live.change(moment)
         elif isinstance(moment, Sighting):
             live.see(moment, at)
         else:
-            live.end(moment, at, if_before=True)
+            live.lose(moment.address, at, times[moment.since], times[moment.was_there])
     return live.everything
-
-
-def end_unreported(
-    allocations: Iterable[Allocation],
-    ops: Sequence[Op],
-    times: Mapping[int, int],
-    may_be_unreported: Callable[[Allocation], bool],
-) -> None:
-    """Ends allocations whose free was not recorded at their last recorded use.
-
-    Collectives on the CPU have threads of their own, and whichever of them or the caller lets go of a buffer last frees
-    it (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, ``runLoop``). Only the caller's thread is recorded then.
-
-    Args:
-        times: of the marks.
-        may_be_unreported: whether something that has no end can have been freed in another thread.
-    """
-    missing = [
-        one
-        for one in allocations
-        if one.start is not None and (one.is_overdue or (one.end is None and may_be_unreported(one)))
-    ]
-    by_address: dict[int, list[Allocation]] = {}
-    for one in missing:
-        by_address.setdefault(one.address, []).append(one)
-    last_use: dict[int, int] = {}
-    for one in missing:
-        assert one.start is not None
-        made = ops[one.op].end if one.op >= 0 else one.start
-        last_use[id(one)] = max([made, *(times[sighting.mark] + 1 for sighting in one.seen)])
-    for op in ops:
-        for given in op.inputs:
-            for one in by_address.get(given.address, ()):
-                if one.is_alive(op.start):
-                    last_use[id(one)] = max(op.end, last_use[id(one)])
-    for one in missing:
-        used = last_use[id(one)]
-        one.end = used if one.end is None else min(used, one.end)
 
 
 class _Live:
@@ -172,12 +149,18 @@ class _Live:
             self.add(found)
         found.seen.append(sighting)
 
-    def end(self, address: int, at: int, if_before: bool = False) -> bool:
+    def lose(self, address: int, at: int, since: int, was_there: int) -> None:
+        """Ends what was there from a moment to another, and is not any more."""
         one = self._at.get(address)
-        if one is None or (if_before and one.start is not None):
+        if one is not None and (one.start is None or one.start <= since):
+            self.end(address, at)
+            one.is_overdue, one.was_there = True, was_there
+
+    def end(self, address: int, at: int) -> bool:
+        one = self._at.pop(address, None)
+        if one is None:
             return False
         one.end = at
-        del self._at[address]
         self._addresses.pop(bisect_right(self._addresses, address) - 1)
         return True
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,15 +24,17 @@ from dist_ckpt.blocks import find_blocks
 from dist_ckpt.compat import cuda_memory, profiler, zero
 from dist_ckpt.compat import torch as torch_private
 from dist_ckpt.errors import MeasureError, PlanError
-from dist_ckpt.memory.holders import holders_of, visible_tensors
+from dist_ckpt.memory.activations import kept_by_graphs
+from dist_ckpt.memory.holders import UNKNOWN, holders_of, visible_storages, visible_tensors
 from dist_ckpt.memory.ledger import Owner
-from dist_ckpt.memory.profile.allocations import Sighting, end_unreported, follow, sightings
+from dist_ckpt.memory.profile.allocations import Allocation, Sighting, follow, sightings
 from dist_ckpt.memory.profile.attribution import MODULE, Attribution
+from dist_ckpt.memory.profile.lifetimes import Watch, end_unreported
 from dist_ckpt.memory.profile.phases import Stretch, calls, stretch_at, stretches
 from dist_ckpt.memory.profile.step_profile import KINDS, Kind, Phase, Span, StepProfile
 from dist_ckpt.memory.profile.timeline import Timeline
 from dist_ckpt.memory.records import RankMemory
-from dist_ckpt.memory.storages import plain_parts
+from dist_ckpt.memory.storages import Storages, plain_parts
 from dist_ckpt.names import module_names
 
 _MARK = "mark:"
@@ -91,9 +92,9 @@ class Recording:
         self._names = module_names(model)
         self._seen: list[Sighting] = []
         self._marks = 0
-        self._watched: dict[int, StorageWeakRef] = {}
-        self._gone: dict[int, int] = {}
-        """Address of what was there before the step → the mark at which it was not there any more."""
+        self._watch = Watch()
+        self._at_end: frozenset[int] | None = None
+        """Addresses of all storages at the end of the step; ``None`` where a graph may keep some out of sight."""
         self._after_forwards: list[int] = []
         self._backward_ends: list[int] = []
         self._hooked = WeakIdKeyDictionary()
@@ -117,7 +118,7 @@ class Recording:
                 self._see_owners(mark, owners)
                 self._see_given(mark, self._inputs)
                 self._inputs = []  # kept alive no longer than by others
-                self._see_visible(mark)
+                self._see_visible(mark, owners)
             stack.enter_context(zero.work_marked(profiler.span))
             marked = {module: f"{MODULE}{name}" for module, name in self._names.items()}
             stack.enter_context(profiler.calls_marked(marked, self._called))
@@ -131,8 +132,11 @@ class Recording:
                 if self._device.type == "cuda" and self._memory is not None:  # at the boundary the peak has begun anew
                     self._peak = max(self._memory.peak or 0, torch.cuda.max_memory_allocated(self._device))
                 with self.mark() as mark:
-                    self._look(mark)
-                    self._see_visible(mark, with_holders=True)
+                    owners = self._look(mark)
+                    is_all = self._see_visible(mark, owners, with_holders=True)
+                    if is_all:
+                        found = {one.address for one in self._seen if one.mark == mark}
+                        self._at_end = frozenset(found | visible_storages())
         finally:
             active, self._active = self._active, None
             assert active is not None
@@ -183,8 +187,7 @@ class Recording:
         times = {mark: op.start for mark, op in marks.items()}
         last = self._marks - 1
         start, end, boundary = marks[0].end, times[last], times[self._boundary]
-        gone = {address: times[mark] for address, mark in self._gone.items()}
-        allocations = follow(trace.changes, self._seen, times, gone, self._before)
+        allocations = follow(trace.changes, self._seen, times, self._watch.gone, self._before)
         found = stretches(
             trace.ops,
             start,
@@ -196,12 +199,14 @@ class Recording:
         turns = [] if self._after_forwards else [one.start for one in found if one.name == "backward"]
         attribution = Attribution(trace, turns)
         still_there = {sighting.address for sighting in self._seen if sighting.mark in (self._boundary, last)}
-        end_unreported(
-            allocations,
-            trace.ops,
-            times,
-            lambda one: one.address not in still_there and attribution.may_end_unseen(one),
-        )
+
+        def may_be_unreported(one: Allocation) -> bool:
+            if one.address not in still_there and attribution.may_end_unseen(one):
+                return True
+            is_nowhere = self._at_end is not None and not self._before and one.address not in self._at_end
+            return is_nowhere and one.start is not None and attribution.kind(one) in ("unattributed", "activations")
+
+        end_unreported(allocations, trace.ops, times, may_be_unreported, self._seen)
         seconds = _Clock([(op.start, op.end) for op in marks.values()], start)
         timeline = Timeline.of([(one, attribution.kind(one)) for one in allocations], start, end)
         peak = timeline.peak(start, end + 1)
@@ -236,10 +241,12 @@ class Recording:
         )
         deep._found = dataclasses.replace(reconciled(self._memory, profile, self._peak), stage=stage), profile
 
-    def _look(self, mark: int) -> None:
+    def _look(self, mark: int) -> list[Owner]:
         """Notes who owns what now."""
-        self._look_for_gone(mark)
-        self._see_owners(mark, self._owners())
+        self._watch.look(mark)
+        owners = list(self._owners())
+        self._see_owners(mark, owners)
+        return owners
 
     def _see_owners(self, mark: int, owners: Iterable[Owner]) -> None:
         for kind, name, tensor in owners:
@@ -249,7 +256,11 @@ class Recording:
         for tensor in tensors:
             self._see(mark, "temporary", "", tensor)
 
-    def _see_visible(self, mark: int, with_holders: bool = False) -> None:
+    def _see_visible(self, mark: int, owners: Iterable[Owner], with_holders: bool = False) -> bool:
+        """Notes what else Python sees, and what the graphs keep of which it sees an end.
+
+        Returns whether they can keep nothing more.
+        """
         known = {sighting.address for sighting in self._seen if sighting.mark == mark}
         found: dict[int, Tensor] = {}
         for tensor in visible_tensors(self._device):
@@ -257,32 +268,34 @@ class Recording:
             if address not in known:
                 found.setdefault(address, tensor)
         heaviest = sorted(found.values(), key=lambda tensor: tensor.untyped_storage().nbytes(), reverse=True)
-        named = heaviest[:_MAX_HOLDERS] if with_holders else []
-        holders = holders_of(named) if named else []
+        graphs = kept_by_graphs(heaviest, (tensor for _, _, tensor in owners))
+        ends = [tensor for tensor in heaviest if tensor.grad_fn is not None][:_MAX_HOLDERS] if graphs.tensors else []
+        asked = [*heaviest[:_MAX_HOLDERS], *ends] if with_holders else []
+        holders = holders_of(asked) if asked else []
+        in_graphs = Storages(graphs.tensors)
+        of_graphs = _graph_of(holders[len(asked) - len(ends) :]) if with_holders else ""
         for place, tensor in enumerate(heaviest):
-            self._see(mark, "visible", holders[place] if place < len(holders) else "", tensor)
+            holder = holders[place] if place < len(asked) - len(ends) else ""
+            is_graphs = holder == UNKNOWN and tensor in in_graphs
+            self._see(mark, "visible", of_graphs if is_graphs else holder, tensor)
+        for tensor in graphs.tensors:
+            self._see(mark, "visible", of_graphs, tensor)
+        return not graphs.opaque
 
     def _see(self, mark: int, kind: Kind | Literal["visible"], name: str, tensor: Tensor) -> None:
         if tensor.device != self._device:
             return
         self._seen.extend(sightings(mark, kind, name, tensor))
-        if mark == 0 and kind not in ("params", "optimizer", "buffers"):
-            for part in plain_parts(tensor):
-                self._watched[part.untyped_storage().data_ptr()] = torch_private.weak_storage(part)
-
-    def _look_for_gone(self, mark: int) -> None:
-        """What was there before and is not any more: expired, or of no size (FSDP releases storages so)."""
-        for address, ref in list(self._watched.items()):
-            if _is_gone(address, ref):
-                self._gone[address] = mark
-                del self._watched[address]
+        if mark == 0 or kind == "activations":
+            # There are few of the others; a module's call is no time at which these come and go.
+            self._watch.add(mark, tensor, often=mark == 0 and kind not in ("params", "optimizer", "buffers"))
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before each call of a module."""
         is_root = self._names[module] == ""
-        if is_root or any(_is_gone(address, ref) for address, ref in self._watched.items()):
+        if is_root or self._watch.has_lost():
             with self.mark() as mark:
-                self._look_for_gone(mark)
+                self._watch.look(mark, before=True)
                 if is_root:
                     leaves = tree_leaves((args, kwargs))
                     self._see_given(mark, (x for x in leaves if isinstance(x, Tensor) and x.grad_fn is None))
@@ -318,11 +331,10 @@ def reconciled(memory: RankMemory, profile: StepProfile, peak: int | None) -> Ra
     )
 
 
-def _is_gone(address: int, ref: StorageWeakRef) -> bool:
-    if ref.expired():
-        return True
-    storage = torch_private.referenced_storage(ref)
-    return storage is None or storage.data_ptr() != address
+def _graph_of(holders: Iterable[str]) -> str:
+    """In words, whose graphs they are whose ends are held so."""
+    known = sorted({holder for holder in holders if holder != UNKNOWN})
+    return {0: "a graph", 1: f"the graph of {known[0] if known else ''}"}.get(len(known), "several graphs")
 
 
 class _Clock:
