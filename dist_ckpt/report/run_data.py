@@ -23,6 +23,9 @@ from dist_ckpt.report.run_layout import WARM_UP_STEPS, RunLayout, of_ranks
 
 T = TypeVar("T")
 
+TINY = GIB // 16
+"""Bytes of a rank below which throughput is not given by the GiB."""
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -60,8 +63,12 @@ class RunData:
 
     @property
     def memory(self) -> MemoryReport | None:
-        """The report to show: that of the deep step, which says what the peak consists of, or else the last one."""
-        deep = [report for report in self.reports if any(rank.at_peak is not None for rank in report.ranks)]
+        """The report to show: that of the deep step, which says what the peak consists of, or else the last one.
+
+        One whose profiles are not there is from an earlier start, in which another policy may have been used.
+        """
+        recorded = {profile.step for profile in self.profiles}
+        deep = [report for report in self.reports if report.step in recorded]
         return deep[-1] if deep else self.reports[-1] if self.reports else None
 
     @property
@@ -105,9 +112,10 @@ class RunData:
 
     @property
     def samples_per_s_gib(self) -> float | None:
-        """Throughput per GiB of the heaviest rank: what a policy buys with the memory it takes."""
+        """Throughput per GiB of the heaviest rank: what a policy buys with the memory it takes; None where that is so
+        little that a GiB is no measure of it."""
         heaviest = self.heaviest_bytes
-        return self.samples_per_s / (heaviest / GIB) if self.samples_per_s and heaviest else None
+        return self.samples_per_s / (heaviest / GIB) if self.samples_per_s and heaviest and heaviest >= TINY else None
 
     @property
     def heaviest_bytes(self) -> int | None:

@@ -160,7 +160,7 @@ def train(job: Job, folder: RunFolder, limit: MemoryLimit, sinks: RunSinks) -> b
     loop = Loop(config, job.engine, job.train_rows, job.validation_rows, folder, console, Termination(), limit)
     loop.resume(restarted=place.restarts > 0)
     if place.rank == 0:  # only now: a state that is refused leaves the folder's earlier run as it was
-        write_start(config, folder, job.plan, predicted)
+        write_start(config, folder, job.plan, predicted, loop.step)
     sinks.open(config, folder, place, loop.step, console.say)
     done = loop.run(sinks.opened)
     _show_end(job, loop, console, predicted)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dist_ckpt.errors import DistCkptError
 from dist_ckpt.report.advice import RunFacts
 from dist_ckpt.report.html.sink import HtmlSink
 from dist_ckpt.report.jsonl import RunFiles
@@ -79,14 +80,43 @@ def wants_prediction(config: Config) -> bool:
     return config.report.html or config.report.wandb is not Wandb.disabled
 
 
-def write_start(config: Config, folder: RunFolder, plan: Plan, costs: Sequence[Predicted]) -> None:
-    """Writes down what is run, and what it should cost if that was asked for."""
+def write_start(config: Config, folder: RunFolder, plan: Plan, costs: Sequence[Predicted], after_step: int = 0) -> None:
+    """Writes down what is run, and what it should cost if that was asked for.
+
+    The deep step of an earlier start that used memory otherwise is set aside, as it says nothing about this one.
+
+    Args:
+        after_step: on resuming, the last step that counts.
+    """
+    if folder.profiles.exists() and _memory_use(folder) != _memory_use_of(config_yaml(config), plan.to_json()):
+        before = folder.profiles / f"until_step_{after_step}"
+        before.mkdir(exist_ok=True)
+        for path in folder.profiles.glob("rank_*"):
+            path.replace(before / path.name)
     folder.config.write_text(config_yaml(config), encoding="utf-8")
     folder.plan.write_text(plan.to_json(), encoding="utf-8")
     if costs:
         folder.cost.write_text(to_json(costs), encoding="utf-8")
     else:
         folder.cost.unlink(missing_ok=True)
+
+
+_OF_MEMORY = ("micro_batch", "grad_accum", "global_batch", "seq_len", "precision", "accum_sync")
+"""Options of ``train`` that change what fills memory."""
+
+
+def _memory_use(folder: RunFolder) -> tuple[Any, ...] | None:
+    """What decides how an earlier start of a run has used memory; None if that cannot be told."""
+    try:
+        return _memory_use_of(folder.config.read_text(encoding="utf-8"), folder.plan.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, DistCkptError):
+        return None
+
+
+def _memory_use_of(config: str, plan: str) -> tuple[Any, ...]:
+    options = parse_yaml(config)
+    train = {name: options["train"][name] for name in _OF_MEMORY}
+    return plan, options["model"], options["engine"], train
 
 
 def facts_of(config: Config, plan: Plan, costs: Sequence[Predicted]) -> RunFacts:

@@ -17,7 +17,9 @@ pytest.importorskip("plotly")
 
 from dist_ckpt.errors import ReportError
 from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
+from dist_ckpt.memory.records import MemoryReport, RankMemory
 from dist_ckpt.plan import Plan, Region, SaveRule
+from dist_ckpt.report.glossary import KIND_MEANINGS
 from dist_ckpt.report.html import deep_step, figures, page
 from dist_ckpt.report.html.charts import shown_profiles, thinned
 from dist_ckpt.report.html.compare import names_of
@@ -26,8 +28,12 @@ from dist_ckpt.report.html.parts import Bytes, Chart, Section, Share, Table
 from dist_ckpt.report.html.plan_tree import plan_differences, plan_tree
 from dist_ckpt.report.html.report import comparison_page, run_page, write_report
 from dist_ckpt.report.run_data import read_run
+from dist_ckpt.report.run_layout import of_rank
+from dist_ckpt.trainer.config import load_config
 from dist_ckpt.trainer.exits import ExitCode
 from dist_ckpt.trainer.report_program import main
+from dist_ckpt.trainer.reporting import write_start
+from dist_ckpt.trainer.run_folder import RunFolder
 from tests.unit.report_runs import MIB, plan, profile, write_run
 
 
@@ -390,3 +396,50 @@ def test_ranks_with_the_same_leak_stand_together(tmp_path: Path, without_plotly:
     (run / "memory.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = run_page(read_run(run))
     assert text.count("grows by 3 MiB a report") == 1 and "rank 0, 1" in text
+
+
+def test_the_deep_step_of_another_policy_is_set_aside(tmp_path: Path) -> None:
+    """A run that goes on with another policy in the same folder shows no deep step that this one never had."""
+    folder = RunFolder(write_run(tmp_path / "run", [profile(0), profile(1)]))
+    sections = ["engine=ddp", "train.steps=20"]
+    for arguments, kept in ((sections, False), (sections, True), ([*sections, "train.micro_batch=2"], False)):
+        folder.profiles.mkdir(exist_ok=True)
+        for one in (profile(0), profile(1)):
+            of_rank(folder.profiles, one.rank).write_text(json.dumps(one.to_dict()))
+        assert read_run(folder.path).memory == read_run(folder.path).reports[0]
+        write_start(load_config(arguments), folder, plan(), (), after_step=7)
+        run = read_run(folder.path)
+        assert len(run.profiles) == (2 if kept else 0)
+        assert run.memory == run.reports[0 if kept else -1]
+        assert len(list((folder.profiles / "until_step_7").glob("rank_*.json"))) == 2
+
+
+def test_the_words_of_the_page_are_explained(tmp_path: Path, without_plotly: None) -> None:
+    assert set(KIND_MEANINGS) == set(KINDS)
+    found = Page(run_page(read_run(write_run(tmp_path / "run", [profile(0)]))))
+    assert {row[0] for row in found.tables["what the words mean"][1:]} >= {*KINDS, "accounted", "live", "other"}
+
+
+def test_phases_and_kinds_have_colors_of_their_own() -> None:
+    css = (Path(page.__file__).parent / "templates" / "page.css").read_text()
+    for theme in css.split("@media screen"):
+        colors = dict(re.findall(r"--([\w-]+): (#\w{6})", theme))
+        for phase in ("forward", "backward", "loss", "optimizer-step"):
+            red, green, blue = (int(colors[phase][n : n + 2], 16) for n in (1, 3, 5))
+            assert max(red, green, blue) - min(red, green, blue) < 32, "a gray, as kinds are not"
+            assert colors[phase] not in {colors[kind] for kind in KINDS}
+
+
+def test_steps_are_whole_numbers_on_axes() -> None:
+    few, many = (
+        figures.lines({"loss": (range(1, count), [1.0] * (count - 1))}, x="step", y="nats")["layout"]["xaxis"]
+        for count in (5, 500)
+    )
+    assert few["dtick"] == 1 and "dtick" not in many and few["tickformat"] == many["tickformat"] == ",d"
+
+
+def test_throughput_is_not_given_by_the_gib_where_a_rank_holds_little(tmp_path: Path, without_plotly: None) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    assert run.samples_per_s_gib is not None and "a GiB of the heaviest rank" in run_page(run)
+    small = (MemoryReport(12, (RankMemory(0, "cpu", 12, MIB, MIB, MIB, 0, MIB),)),)
+    assert "GiB of the heaviest rank" not in run_page(dataclasses.replace(run, reports=small))

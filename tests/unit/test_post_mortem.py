@@ -89,7 +89,7 @@ def test_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.notes
     said = in_a_sentence(found)
     assert said.startswith("1,048,576.000 GiB failed in forward of layers.1.feed_forward; most of the tensors alive ")
-    assert "were params, " in said and said.endswith("%)")
+    assert "were activations, " in said and said.endswith("%)")
 
 
 def test_recompute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,8 @@ def timeline_chart(profile: StepProfile, capacity: int | None = None) -> Chart:
     notes = []
     if len(profile.times_s) > deep_step.CURVE_POINTS:
         drawn = len(deep_step.kept_moments(profile))
-        notes.append(f"{drawn:,} of {len(profile.times_s):,} moments are drawn, the highest among them.")
+        recorded = len(profile.times_s)  # long curves are thinned when they are recorded
+        notes.append(f"Drawn are {drawn:,} of the {recorded:,} moments that the record keeps, the highest among them.")
     if len(profile.spans) > deep_step.SPANS:
         notes.append(f"{deep_step.SPANS} of {len(profile.spans):,} calls of modules are drawn, the longest.")
     return Chart(

@@ -115,7 +115,7 @@ def at_peak(profile: StepProfile) -> Figure:
             tiles[path[:depth]] += one.nbytes
     if profile.rest_bytes > 0:
         tiles["all",] += profile.rest_bytes
-        tiles["all", "all that is smaller"] = profile.rest_bytes
+        tiles["all", "smaller ones"] = profile.rest_bytes
     colors = [f"${path[1]}" if path[1:] and path[1] in profile.at_peak else "$soft" for path in tiles]
     return {
         "data": [

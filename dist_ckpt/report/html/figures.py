@@ -153,7 +153,10 @@ def lines(
             "height": height,
             "showlegend": len(curves) > 1,
             "hovermode": "closest",
-            "xaxis": {"title": {"text": x}},
+            "xaxis": {
+                "title": {"text": x},
+                **_whole_numbers([place for places, _ in curves.values() for place in places]),
+            },
             "yaxis": {"title": {"text": y}, "rangemode": "tozero" if from_zero else "normal"},
         },
     }
@@ -229,6 +232,12 @@ def pareto(trades: Sequence[Trade], memory: str = "peak of the heaviest rank") -
             "yaxis": {"title": {"text": f"{memory}, {scale.unit}"}, "rangemode": "tozero"},
         },
     }
+
+
+def _whole_numbers(places: Sequence[float]) -> dict[str, Any]:
+    """An axis of what is counted, such as steps, has no marks between: on a short one Plotly would put some there."""
+    span = max(places, default=0) - min(places, default=0)
+    return {"tickformat": ",d", **({"dtick": 1} if span <= 10 else {})}
 
 
 def _room(values: Sequence[float], share: float) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _OF_A_RUN: tuple[tuple[str, str, Callable[[RunData], tuple[Part, ...]]], ...] = 
     ("over", "Memory over the run", sections.over_the_run),
     ("plan", "Plan", sections.the_plan),
     ("options", "Configuration", sections.configuration),
+    ("words", "How to read it", sections.how_to_read),
     ("missing", "Not in this page", sections.missing),
 )
 

@@ -11,6 +11,7 @@ from dist_ckpt.errors import counted
 from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
 from dist_ckpt.memory.records import GIB, MemoryReport, in_bytes
 from dist_ckpt.report.advice import RunFacts, advice
+from dist_ckpt.report.glossary import MEANINGS
 from dist_ckpt.report.html import deep_step, figures
 from dist_ckpt.report.html.charts import (
     ROWS,
@@ -159,7 +160,7 @@ def training(run: RunData) -> tuple[Part, ...]:
         ("Step time", "s", True, [line["step_s"] for line in run.steps]),
         ("Throughput", "tokens/s", True, [line["tokens_per_s"] for line in run.steps]),
     ]
-    if samples and heaviest:
+    if samples and heaviest and run.samples_per_s_gib is not None:
         per_gib = [samples / line["step_s"] / (heaviest / GIB) for line in run.steps]
         curves.append(("Samples per second and GiB of the heaviest rank", "samples/s/GiB", True, [*per_gib]))
     curves.append(("Learning rate", "rate", True, [line["lr"] for line in run.steps]))
@@ -248,6 +249,13 @@ def configuration(run: RunData) -> tuple[Part, ...]:
     return (Code("All options", yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)),)
 
 
+def how_to_read(run: RunData) -> tuple[Part, ...]:
+    """What the words for memory mean."""
+    if run.memory is None:
+        return ()
+    return (Table("what the words mean", ("word", "meaning"), tuple(MEANINGS.items())),)
+
+
 def missing(run: RunData) -> tuple[Part, ...]:
     """What this page cannot show, and how to get it."""
     absent = {
@@ -309,8 +317,9 @@ def _speed_facts(run: RunData) -> list[Fact]:
     if run.step_s is not None and run.tokens_per_s is not None:
         facts.append(Fact("Step time", f"{run.step_s:.4g} s", f"median of {counted(len(run.timed_steps), 'step')}"))
         facts.append(Fact("Throughput", f"{run.tokens_per_s:,.0f} tokens/s"))
-    if run.samples_per_s is not None and run.samples_per_s_gib is not None:
-        note = f"{run.samples_per_s_gib:,.4g} a GiB of the heaviest rank"
+    if run.samples_per_s is not None:
+        per_gib = run.samples_per_s_gib
+        note = f"{per_gib:,.4g} a GiB of the heaviest rank" if per_gib is not None else ""
         facts.append(Fact("Samples per second", f"{run.samples_per_s:,.4g}", note))
     if run.steps:
         facts.append(Fact("Loss", f"{run.steps[-1]['loss']:.4f}", f"after step {int(run.steps[-1]['step'])}"))
@@ -329,7 +338,7 @@ def _advice(run: RunData) -> tuple[tuple[str, str], ...]:
         return ()
     facts = RunFacts(run.config or {}, run.plan, run.predicted)
     found = advice(run.memory, run.profiles, facts)
-    return tuple((one.text, "" if one.gain_bytes is None else f"up to {in_bytes(one.gain_bytes)}") for one in found)
+    return tuple((one.text, "" if one.gain_bytes is None else f"about {in_bytes(one.gain_bytes)}") for one in found)
 
 
 def _panel_name(profile: StepProfile) -> str:
