@@ -1,4 +1,4 @@
-"""What the always-on memory meter costs a step: operations and collectives exactly, time as paired ratios.
+"""What the memory meter costs a step: operations and collectives exactly, time as paired ratios.
 
 Fails if the meter adds any operation, collective or synchronization to a step.
 
@@ -92,14 +92,21 @@ def compare(name: str, policy: str, rounds: int) -> str:
         with Operations() as operations:
             step(meter)
         dispatched.append(operations.seen)
-    always, reported = paired([lambda: step(off), lambda: step(on), lambda: step(on, measure=True)], rounds)
+
+    def deep() -> None:
+        with on.profile([batch]):
+            step(on, measure=True)
+
+    ways = [lambda: step(off), lambda: step(on), lambda: step(on, measure=True), deep]
+    always, reported, deeply = paired(ways, rounds)
     added, dispatched_too = difference(without, with_meter), difference(*dispatched)
     assert not added and not dispatched_too, (added, dispatched_too)
     return (
         f"{name} {policy}: nothing added to {sum(without.values())} profiler events and "
         f"{sum(dispatched[0].values())} dispatched operations\n"
         f"    every step:           {always}\n"
-        f"    a step that reports:  {reported}"
+        f"    a step that reports:  {reported}\n"
+        f"    a deep step:          {deeply}"
     )
 
 
