@@ -157,3 +157,16 @@ def test_the_page_has_both_charts_and_what_the_table_has() -> None:
 def test_the_console_needs_no_templates() -> None:
     code = "import sys; sys.modules['jinja2'] = None; import dist_ckpt.trainer.sweep.show"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_times_that_do_not_differ_are_not_compared() -> None:
+    """Half of none's updates lie between 0.9 and 1.1 s."""
+    none = measured("none", 0, *[done(0.8, 0.9, 1.0, 1.1, 1.2, peak=4 * MIB)] * 3)
+    near, far = (measured(f"{s}", None, *[done(s, peak=MIB)] * 3) for s in (0.85, 1.3))
+    assert "too few updates to compare times: within the spread of none are 0.85" in remarks(
+        summarize([none, near, far])
+    )
+    assert not any("too few" in remark for remark in remarks(summarize([none, far])))
+    assert "<dt>fastest</dt>" in sweep_page(summarize([none, near, far]), "c", {})
+    once = measured("full", None, done(0.3, peak=MIB))
+    assert "<dt>fastest</dt>" not in sweep_page(summarize([none, once]), "c", {})

@@ -158,19 +158,26 @@ def runner(path: Path, recorder: Recorder, *arguments: str) -> SweepRunner:
 
 def test_rounds_are_interleaved_and_a_failure_is_not_repeated(tmp_path: Path, recorder: Recorder) -> None:
     runner(tmp_path, recorder).run()
-    ran = ["round 1/2  none", "round 1/2  full", "round 1/2  first_n", "round 2/2  full", "round 2/2  none"]
+    ran = [
+        "warm-up, not counted  none",
+        "round 1/2  none",
+        "round 1/2  full",
+        "round 1/2  first_n",
+        "round 2/2  full",
+        "round 2/2  none",
+    ]
     assert [what for what, _, _ in recorder.told] == ran
-    assert [status for _, status, _ in recorder.told] == ["done", "done", "out_of_memory", "done", "done"]
-    assert [left.rpartition("(")[2] for left in recorder.started] == [f"{n} left)" for n in (5, 4, 3, 1, 0)]
+    assert [status for _, status, _ in recorder.told] == ["done", "done", "done", "out_of_memory", "done", "done"]
+    assert [left.rpartition("(")[2] for left in recorder.started] == [f"{n} left)" for n in (6, 5, 4, 3, 1, 0)]
     deep = ["report.profile_step=12" in command for command in recorder.commands]
-    assert deep == [True, True, True, False, False]
+    assert deep == [False, True, True, True, False, False]
     alike = ("train.steps=12", "report.every=12", "report.html=false", "train.save_every=0")
     assert all(set(alike) <= set(command) for command in recorder.commands)
 
 
 def test_a_sweep_goes_on_where_it_was(tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any) -> int:
-        if len(recorder.commands) == 3:
+        if len(recorder.commands) == 4:
             (arguments[1].parent / "states").mkdir()  # what is half done is done again, from nothing
             raise KeyboardInterrupt
         return recorder.run(*arguments)
@@ -183,7 +190,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path, recorder: Recorder, monkey
     monkeypatch.setattr(runner_module, "run", recorder.run)
     second = runner(tmp_path, recorder, "sweep.k=[3]")
     second.run()
-    assert len(recorder.commands) == 3 + 4 and not list(tmp_path.rglob("states"))
+    assert len(recorder.commands) == 4 + 4 and not list(tmp_path.rglob("states"))
     from_before = [what for what, _, was_stored in recorder.told if was_stored]
     assert from_before == ["round 1/2  none", "round 1/2  full", "round 1/2  first_n"]
     assert [(row.label, row.rounds) for row in second.results()] == [
@@ -191,7 +198,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path, recorder: Recorder, monkey
     ]  # fmt: skip
     third = runner(tmp_path, recorder, "sweep.k=[5,3]")
     monkeypatch.setattr(runner_module, "run", interrupted)
-    recorder.commands[:] = recorder.commands[:3]
+    recorder.commands[:] = recorder.commands[:4]
     with pytest.raises(KeyboardInterrupt):
         third.run()
     assert {row.label: row.rounds for row in third.results()} == {

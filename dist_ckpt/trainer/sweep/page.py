@@ -11,6 +11,9 @@ from dist_ckpt.report.html.parts import Bytes, Chart, Fact, Facts, Section, Tabl
 from dist_ckpt.trainer.sweep.show import remarks, results_table
 from dist_ckpt.trainer.sweep.summary import ResultRow
 
+ROUNDS_TO_COMPARE = 3
+"""Of fewer, one that was disturbed decides which policy seems the fastest."""
+
 
 def sweep_page(results: Sequence[ResultRow], command: str, facts: Mapping[str, str]) -> str:
     """The page.
@@ -86,8 +89,10 @@ def _highlights(results: Sequence[ResultRow]) -> list[Fact]:
     done = [row for row in results if row.step_s is not None]
     if not done:
         return []
-    fastest = min(done, key=lambda row: row.step_s or 0.0)
-    found = [Fact("fastest", fastest.label, f"{1000 * (fastest.step_s or 0):,.0f} ms a step")]
+    found = []
+    if min(row.rounds for row in done) >= ROUNDS_TO_COMPARE:
+        fastest = min(done, key=lambda row: row.step_s or 0.0)
+        found.append(Fact("fastest", fastest.label, f"{1000 * (fastest.step_s or 0):,.0f} ms a step"))
     if measured := [row for row in done if row.peak_bytes is not None]:
         smallest = min(measured, key=lambda row: row.peak_bytes or 0)
         found.append(Fact("least memory", smallest.label, f"peak {in_bytes(smallest.peak_bytes)}"))

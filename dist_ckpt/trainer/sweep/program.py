@@ -64,7 +64,7 @@ def _sweep(sweep: Sweep, files: Files | None, folder: SweepFolder, train: Path, 
     runner = SweepRunner(sweep, predict(sweep, files), folder, train, console)
     code = ExitCode.DONE
     try:
-        with console.progress(len(sweep.candidates) * sweep.options.rounds):
+        with console.progress(1 + len(sweep.candidates) * sweep.options.rounds):
             runner.run()
     except (KeyboardInterrupt, Terminated) as interruption:
         code = _code_of(interruption)

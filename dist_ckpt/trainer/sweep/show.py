@@ -52,7 +52,19 @@ def remarks(results: Sequence[ResultRow]) -> tuple[str, ...]:
         said.append("without a run of none (sweep.ckpt=[none,…], sweep.k=[0,…]) there is nothing to compare with")
     if unknown := [row.label for row in done if row.peak_bytes is None]:
         said.append(f"no peak was recorded for {', '.join(unknown)}")
+    if alike := _not_told_apart(done):
+        said.append(f"too few updates to compare times: within the spread of none are {', '.join(alike)}")
     return tuple(said)
+
+
+def _not_told_apart(done: Sequence[ResultRow]) -> list[str]:
+    """Policies whose step time differs from that of ``none`` by less than its updates do among themselves."""
+    base = next((row for row in done if row.k == 0), None)
+    if base is None or base.step_s is None or base.step_low_s is None or base.step_high_s is None:
+        return []
+    spread = base.step_high_s - base.step_low_s
+    others = (row for row in done if row is not base and row.step_s is not None)
+    return [row.label for row in others if abs((row.step_s or 0.0) - base.step_s) < spread]
 
 
 def write_csv(results: Sequence[ResultRow], path: Path) -> None:
