@@ -185,13 +185,21 @@ def test_a_process_that_fails_is_said_once(tmp_path: Path, monkeypatch: pytest.M
     assert said == ["W&B: its process has failed; wandb/process.log in the run folder says why"]
 
 
-def test_a_process_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_process_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
     started = _in_place_of_the_process(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(sink, "_PATIENCE_S", 0.1)
     said: list[str] = []
     to = open_sink(tmp_path, said)
+    left, run = "nothing was recorded", tmp_path / "wandb" / "offline-run-1-abc"
+    if recorded:
+        run.mkdir()
+        (run / "run-abc.wandb").touch()
+        left = f"the rest with: wandb sync {run}"
     to.finish(0)
-    assert said == ["W&B: not finished after 0.1 s; `wandb sync` uploads what is in the run folder"]
+    assert said == [f"W&B: not finished after 0.1 s; {left}"]
     assert started[0].poll() is not None
     monkeypatch.setattr(sink, "_LIMIT_BYTES", 2**17)
     full = open_sink(tmp_path, said := [])

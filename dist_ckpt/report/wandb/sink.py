@@ -59,7 +59,7 @@ class WandbSink(Sink):
         self._say = say
         self._waiting, self._heard = bytearray(), bytearray()
         self._process: subprocess.Popen[bytes] | None = None
-        own = RunLayout(folder.absolute()).wandb
+        self._own = own = RunLayout(folder.absolute()).wandb
         try:
             own.mkdir(parents=True, exist_ok=True)
             start = {
@@ -102,7 +102,9 @@ class WandbSink(Sink):
                 self._close()
             time.sleep(0.01)
         if self._process is not None:
-            self._give_up(f"not finished after {patience_s:g} s; `wandb sync` uploads what is in the run folder")
+            recorded = sorted(self._own.glob("*run-*/run-*.wandb"))
+            left = f"the rest with: wandb sync {recorded[-1].parent}" if recorded else "nothing was recorded"
+            self._give_up(f"not finished after {patience_s:g} s; {left}")
 
     def _send(self, record: Mapping[str, Any]) -> None:
         if self._process is None:
