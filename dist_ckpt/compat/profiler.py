@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from torch._C._profiler import _EventType, _RecordFunctionFast, _TensorMetadata
 from torch.autograd import profiler as _profiler
 
 from dist_ckpt.errors import MeasureError
+
+_TURN = threading.Lock()
+"""The profiler and the file of stderr are the process's: two threads that take them at once have it crash."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +83,20 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        if _is_taken():
-            raise MeasureError(
-                "a profiler is running already, and torch has room for one: end it before this step, or record the "
-                "step without MemoryMeter.profile()"
-            )
-        self._profile = _profiler.profile(use_kineto=True, profile_memory=True, record_shapes=True)
-        with _quiet():
-            self._profile.__enter__()
+        with _TURN:
+            if _is_taken():
+                raise MeasureError(
+                    "a profiler is running already, and torch has room for one: end it before this step, or record "
+                    "the step without MemoryMeter.profile()"
+                )
+            self._profile = _profiler.profile(use_kineto=True, profile_memory=True, record_shapes=True)
+            with _quiet():
+                self._profile.__enter__()
 
     def stop(self) -> None:
         """Records nothing more; a second call does nothing."""
         if self._profile.kineto_results is None:
-            with _quiet():
+            with _TURN, _quiet():
                 self._profile.__exit__(None, None, None)
 
     def trace(self, device: torch.device) -> Trace:
@@ -115,9 +120,14 @@ class Recorder:
         return Trace(tuple(ops), tuple(sorted(changes, key=lambda change: change.at)))
 
 
+def is_recorded() -> bool:
+    """Whether a profiler records what this thread does; what autograd's threads do for it too."""
+    return torch.autograd._profiler_enabled()
+
+
 def _is_taken() -> bool:
     """Whether a profiler runs, or is warming up: to start another one then has the process crash when it goes on."""
-    return torch.autograd._profiler_enabled() or any(
+    return is_recorded() or any(
         issubclass(type(one), _profiler.profile) and one.entered and one.kineto_results is None
         for one in gc.get_objects()
     )
@@ -166,7 +176,7 @@ def calls_marked(names: Mapping[nn.Module, str], called: Callable[[nn.Module, An
         if torch.compiler.is_compiling():
             return usual(self, *args, **kwargs)
         name = names.get(self)
-        if name is None:
+        if name is None or not is_recorded():  # another thread's call
             return usual(self, *args, **kwargs)
         called(self, args, kwargs)
         with _RecordFunctionFast(name):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_ckpt import MemoryMeter
+from dist_ckpt.errors import MeasureError
 from dist_ckpt.memory.profile.step_profile import StepProfile
 
 MIB = 2**20
@@ -33,6 +34,8 @@ class OutOfPlace(torch.optim.Optimizer):
 class Renewed(nn.Module):
     """A buffer that is assigned anew in each forward."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4, bias=False)
@@ -40,7 +43,8 @@ class Renewed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = self.mean * 0.9
-        return self.linear(x)
+        result: Tensor = self.linear(x)
+        return result
 
 
 def profiled(
@@ -138,3 +142,72 @@ def test_gradients_of_others_are_there_though_no_object_stands_for_them() -> Non
     before = profiled(nn.Linear(4, 4), torch.randn(1, 4))
     found = [h.count for h in before.holdings if h.kind == "unattributed" and h.shape == (SIDE, SIDE)]
     assert sum(found) == 2, "its weight and its gradient"
+
+
+class Step:
+    """A step, and a meter that records it."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(4, 4)
+        self.meter = MemoryMeter(self.model)
+
+    def __call__(self) -> None:
+        loss = self.model(torch.randn(1, 4)).sum()
+        self.meter.after_forward(loss)
+        loss.backward()
+        self.meter.boundary(0)
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_threads_that_record_at_once_take_turns() -> None:
+    both = threading.Barrier(2)
+    ends: list[str] = []
+
+    def record() -> None:
+        step = Step()
+        both.wait()
+        try:
+            with step.meter.profile():
+                both.wait(30)  # neither has ended when the other one begins
+                step()
+        except MeasureError as error:
+            ends.append(str(error))
+            both.wait(30)
+        else:
+            ends.append("recorded")
+
+    threads = [threading.Thread(target=record) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(end.split(",")[0] for end in ends) == ["a profiler is running already", "recorded"]
+
+
+def test_calls_of_other_threads_are_none_of_the_step() -> None:
+    step = Step()
+    with step.meter.profile() as deep:
+        in_thread(lambda: step.model(torch.randn(1, 4)))
+        step()
+    assert [span.work for span in deep.profile.spans if span.module == ""] == ["forward"]
+
+
+def test_a_step_that_is_not_recorded_is_said_to_be_so() -> None:
+    step = Step()
+    with pytest.raises(MeasureError, match="ran in another thread; enter"), step.meter.profile():
+        in_thread(step)
+    other = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with pytest.raises(MeasureError, match="another profiler was started"), step.meter.profile(), other:
+        step()
+
+
+def test_a_block_is_one_update() -> None:
+    step = Step()
+    with pytest.raises(MeasureError, match="boundary\\(\\) was called twice"), step.meter.profile():
+        step()
+        step()

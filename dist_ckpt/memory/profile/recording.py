@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -92,6 +93,9 @@ class Recording:
         self._names = module_names(model)
         self._seen: list[Sighting] = []
         self._marks = 0
+        self._thread = threading.get_ident()
+        self._elsewhere = False
+        """Whether something was called in another thread that is not recorded."""
         self._watch = Watch()
         self._at_end: frozenset[int] | None = None
         """Addresses of all storages at the end of the step; ``None`` where a graph may keep some out of sight."""
@@ -146,6 +150,8 @@ class Recording:
     def mark(self) -> Iterator[int]:
         """A moment at which something is looked at. How long that takes is no part of the step's time."""
         number, self._marks = self._marks, self._marks + 1
+        if not profiler.is_recorded():
+            self._elsewhere = self._elsewhere or threading.get_ident() != self._thread
         with profiler.span(f"{_MARK}{number}"):
             yield number
 
@@ -166,7 +172,16 @@ class Recording:
                 root.register_hook(self._backward_begins)
 
     def boundary(self, memory: RankMemory) -> None:
-        """Notes the boundary, at which this was found."""
+        """Notes the boundary, at which this was found.
+
+        Raises:
+            MeasureError: there was one already.
+        """
+        if self._boundary is not None:
+            raise MeasureError(
+                "MemoryMeter.boundary() was called twice in one MemoryMeter.profile(): a with block is one update, so "
+                "begin another one for the next"
+            )
         with self.mark() as self._boundary:
             self._look(self._boundary)
         self._memory = memory
@@ -175,7 +190,7 @@ class Recording:
         """Fills in what was found.
 
         Raises:
-            MeasureError: the step had no boundary.
+            MeasureError: the step had no boundary, or was not recorded as a whole.
         """
         if self._memory is None or self._boundary is None:
             raise MeasureError(
@@ -184,6 +199,15 @@ class Recording:
             )
         trace = self._recorder.trace(self._device)
         marks = {int(op.name.removeprefix(_MARK)): op for op in trace.ops if op.name.startswith(_MARK)}
+        if len(marks) < self._marks:
+            raise MeasureError(
+                "a part of the profiled step was not recorded: "
+                + (
+                    "it ran in another thread; enter MemoryMeter.profile() in the thread that runs the step"
+                    if self._elsewhere
+                    else "another profiler was started or ended in it, and torch has room for one"
+                )
+            )
         times = {mark: op.start for mark, op in marks.items()}
         last = self._marks - 1
         start, end, boundary = marks[0].end, times[last], times[self._boundary]
