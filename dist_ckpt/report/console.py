@@ -116,7 +116,7 @@ def memory_table(report: MemoryReport) -> Table:
     ]
     unit = byte_unit([getattr(r, c) for r in report.ranks for c in shown])
     rows = [[format_bytes(getattr(r, c), unit) for c in shown] for r in report.ranks]
-    note = " (accounted: the sum of maxima, which need not be at one moment; no peak)"
+    note = " (accounted: a sum of maxima, not a peak)"
     return _table(f"memory per rank at step {report.step}, {unit}{note}", report, shown, rows)
 
 

@@ -255,8 +255,8 @@ def test_a_peak_with_few_activations_is_no_case_for_recompute(phase: str, where:
 @pytest.mark.parametrize(
     ("mode", "kind", "key"),
     [
-        ("none", "activations", "with ckpt=full it is only their inputs; ckpt=selective frees less"),
-        ("selective", "activations", "with ckpt=full it is only their inputs"),
+        ("none", "activations", "ckpt=full keeps only their inputs (so the figure); ckpt=selective frees less"),
+        ("selective", "activations", "ckpt=full keeps only their inputs;"),
         ("full", "recompute", "ckpt=nested ckpt.k=1 ckpt.inner=[attention,mlp] does it in smaller pieces"),
         ("segments", "recompute", "ckpt=nested does it in smaller pieces"),
     ],

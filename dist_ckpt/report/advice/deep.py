@@ -219,8 +219,9 @@ def _policy_that_keeps_less(view: View) -> Iterator[Advice]:
         key = _policy(view, "nested", {"k": "1", "inner": "[attention,mlp]"} if mode == "full" else {})
         text = f"what blocks compute again is {what}: {key} does it in smaller pieces"
     else:
-        less = f"; {_policy(view, stronger)} frees less, and computes less again" if stronger != "full" else ""
-        text = f"what blocks keep for backward is {what}: with {_policy(view, 'full')} it is only their inputs{less}"
+        less = f" (so the figure); {_policy(view, stronger)} frees less, and computes less again"
+        only = f"{_policy(view, 'full')} keeps only their inputs{less if stronger != 'full' else ''}"
+        text = f"what blocks keep for backward is {what}: {only}"
     yield Advice(f"{text}{run.either('; launch/sweep.py compares their costs', '')}", gain)
 
 
