@@ -6,12 +6,14 @@ import gc
 import inspect
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
-from types import FrameType
+from dataclasses import dataclass
+from types import CellType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dist_ckpt.memory.storages import plain_parts
@@ -19,8 +21,12 @@ from dist_ckpt.memory.storages import plain_parts
 UNKNOWN = "unknown"
 """For a tensor that no Python object refers to."""
 
-_DEEPEST = 4
-"""Levels of containers that are looked through."""
+_DEEPEST = 10
+"""Levels of containers and objects that are looked through: a module in a module takes three."""
+_FEW = 30
+"""Objects up to which the collector finds who refers to them faster than a look at everything does."""
+_LONGEST = 60
+"""Characters of a key."""
 _WIDEST = 1000
 """Objects at one level beyond which nobody would call them holders."""
 _UNSHARED = 3
@@ -59,60 +65,149 @@ def visible_storages() -> frozenset[int]:
 
 
 def holders_of(tensors: Sequence[Tensor]) -> list[str]:
-    """Who refers to each tensor, in words: ``list 'kept' in train.py:12 (train)``; ``unknown`` if nobody Python sees.
+    """Who refers to each tensor, in words: ``list 'kept' in train.py:12 (train)``, or ``Linear.weight of variable 'old'
+    in train.py:12 (train)``; ``unknown`` if nobody Python sees.
 
     A line is that at which a function is. The collector is asked once a level for all of them, which takes a while
     however few they are.
     """
     variables = _variables_by_id()
     found: dict[int, str] = {}
-    frontier: dict[int, _Held] = {id(tensor): _Held(tensor, {id(tensor): ""}) for tensor in tensors}
+    unfinished: dict[int, str] = {}
+    """Who is named where no variable leads to them."""
+    frontier: dict[int, _Held] = {id(tensor): _Held(tensor, {id(tensor): ()}) for tensor in tensors}
     seen = {id(tensors), *frontier, *_ours()}
+    passed: dict[int, set[int]] = {}
+    """Holder's id → the tensors on whose way it is."""
+    widest = max(_WIDEST, 4 * len(tensors))
     for _ in range(_DEEPEST):
         for key in frontier.keys() & variables.keys():
             for tensor, within in frontier.pop(key).within.items():
-                found[tensor] = f"{within}{variables[key]}"
+                found.setdefault(tensor, _phrase(within, variables[key]))
         following: dict[int, _Held] = {}
         seen.update(id(held.__dict__) for held in frontier.values())
-        for one in gc.get_referrers(*(held.what for held in frontier.values())):
+        frontier = {key: held for key, held in frontier.items() if not held.within.keys() <= found.keys()}
+        if not frontier or len(frontier) > widest:
+            break
+        for one in _referrers([held.what for held in frontier.values()]):
             if id(one) in seen or isinstance(one, (FrameType, _Held)) or inspect.isgenerator(one):
                 continue
-            seen.add(id(one))
             inside = [frontier[id(part)] for part in gc.get_referents(one) if id(part) in frontier]
-            names = {t: f"{_word(one, held.what)}{within}" for held in inside for t, within in held.within.items()}
-            if isinstance(one, (list, tuple, dict, set)) and not _is_module(one):
-                following[id(one)] = _Held(one, names)
+            met = passed.setdefault(id(one), set())
+            chains = {
+                tensor: _extended(one, held.what, within)
+                for held in inside
+                for tensor, within in held.within.items()
+                if tensor not in met and tensor not in found
+            }
+            met.update(chains)
+            if not chains:
+                continue
+            if _is_module(one) or inspect.isfunction(one):
+                for tensor, chain in chains.items():
+                    found.setdefault(tensor, _phrase(chain))
             else:
-                for tensor, name in names.items():
-                    found.setdefault(tensor, name.rstrip())
-        frontier = {key: held for key, held in following.items() if not held.within.keys() <= found.keys()}
-        if not frontier or len(frontier) > _WIDEST:
-            break
+                following[id(one)] = _Held(one, chains)
+                if not isinstance(one, (*_CONTAINERS, CellType)):
+                    for tensor, chain in chains.items():
+                        unfinished.setdefault(tensor, _phrase(chain))
+        frontier = following
     for held in frontier.values():
-        for tensor, name in held.within.items():
-            found.setdefault(tensor, f"a {name.rstrip()}")
-    return [found.get(id(tensor), UNKNOWN) for tensor in tensors]
+        for tensor, chain in held.within.items():
+            unfinished.setdefault(tensor, f"a {_phrase(chain)}")
+    return [found.get(id(tensor), unfinished.get(id(tensor), UNKNOWN)) for tensor in tensors]
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes of modules, of which what is in them is spoken of as an attribute itself."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One holder on the way from a tensor to a variable."""
+
+    word: str
+    key: str | None = None
+    """Under which a dict has it."""
+    cell: int = 0
+    """The id of a cell."""
+    is_object: bool = False
+    is_module: bool = False
+    """Whether the object is an ``nn.Module``."""
 
 
 class _Held:
     """Something on the way from tensors to who holds them."""
 
-    def __init__(self, what: Any, within: dict[int, str]) -> None:
+    def __init__(self, what: Any, within: dict[int, tuple[_Step, ...]]) -> None:
         self.what = what
         self.within = within
-        """Tensor's id → what is between it and whoever holds this, in words."""
+        """Tensor's id → what is between it and whoever holds this, the nearest first."""
 
 
-def _word(holder: Any, held: Any) -> str:
-    """What a holder is, before what it is in turn held by."""
+def _referrers(held: list[Any]) -> Iterator[Any]:
+    """Whatever refers to one of some objects."""
+    if len(held) <= _FEW:
+        yield from (one for one in gc.get_referrers(*held) if one is not held)
+        return
+    ids = set(map(id, held))  # the collector would compare each reference with each of them
+    for one in gc.get_objects():
+        if one is not held and any(id(part) in ids for part in gc.get_referents(one)):
+            yield one
+
+
+def _extended(holder: Any, held: Any, within: tuple[_Step, ...]) -> tuple[_Step, ...]:
+    """The way to a tensor, with one more holder."""
     if isinstance(holder, dict):
         key = next((key for key, value in holder.items() if value is held), None)
-        return f"{holder['__name__']}.{key} " if _is_module(holder) else f"dict[{key!r}] "
-    if isinstance(holder, (list, tuple, set)):
-        return f"{type(holder).__name__} "
+        if _is_module(holder):
+            return (*within, _Step(f"{holder['__name__']}.{key}"))
+        return (*within, _Step(f"dict[{_key(key)}]", key if isinstance(key, str) else None))
+    if isinstance(holder, _CONTAINERS):
+        return (*within, _Step(type(holder).__name__))
+    if isinstance(holder, CellType):
+        return (*within, _Step("cell", cell=id(holder)))
+    if inspect.isfunction(holder):
+        closure = holder.__closure__
+        if held is closure:
+            names = dict(zip(map(id, closure), holder.__code__.co_freevars, strict=True))
+            name = names.get(within[-2].cell) if len(within) > 1 else None
+            if name is not None:
+                return (*within[:-2], _Step(f"{name!r} in the closure of {holder.__qualname__}"))
+        return (*within, _Step(f"function {holder.__qualname__}", is_object=True))
+    return _of_object(holder, held, within)
+
+
+def _of_object(holder: Any, held: Any, within: tuple[_Step, ...]) -> tuple[_Step, ...]:
+    kind = type(holder).__name__
     attributes = getattr(holder, "__dict__", {})
-    name = next((name for name, value in attributes.items() if value is held or attributes is held), None)
-    return f"{type(holder).__name__}.{name} " if name else f"{type(holder).__name__} "
+    is_module = isinstance(holder, nn.Module)
+    if attributes is held and within:
+        name, before = within[-1].key, within[:-1]
+        if is_module and name in _REGISTRIES and before:
+            name, before = before[-1].key, before[:-1]
+        return (*before, _Step(f"{kind}.{name}", is_object=True, is_module=is_module))
+    name = next((name for name, value in attributes.items() if value is held), None)
+    return (*within, _Step(f"{kind}.{name}" if name else kind, is_object=True, is_module=is_module))
+
+
+def _phrase(within: Sequence[_Step], variable: str | None = None) -> str:
+    """In words; of a module within modules it is not said in which."""
+    told = [step for place, step in enumerate(within) if not (place and step.is_module and within[place - 1].is_module)]
+    words = ""
+    for place, step in enumerate(told):
+        words += (" of " if told[place - 1].is_object else " ") * (place > 0) + step.word
+    if variable is None:
+        return words
+    return f"{words} of variable {variable}" if told and told[-1].is_object else f"{words} {variable}".lstrip()
+
+
+def _key(key: object) -> str:
+    """A dict's key, without the values of a tensor."""
+    if isinstance(key, Tensor):
+        return f"{type(key).__name__} {' × '.join(map(str, key.shape)) or 'scalar'}"
+    return repr(key)[:_LONGEST] if isinstance(key, (str, int, float, type(None))) else type(key).__name__
 
 
 def _is_module(holder: Any) -> bool:

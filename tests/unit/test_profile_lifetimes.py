@@ -23,7 +23,7 @@ class OutOfPlace(torch.optim.Optimizer):
     """Makes its state and the parameters anew at each step."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (p,) = self.param_groups[0]["params"]
         state = self.state[p]
         for name in ("m", "v"):

@@ -40,8 +40,10 @@ from dist_ckpt.names import module_names
 
 _MARK = "mark:"
 _MAX_HOLDINGS = 100
-_MAX_HOLDERS = 30
+_MAX_HOLDERS = 1000
 """Tensors of whom it is found out who holds them."""
+_MAX_ENDS = 30
+"""Of graphs, the same."""
 
 
 class DeepStep:
@@ -293,7 +295,7 @@ class Recording:
                 found.setdefault(address, tensor)
         heaviest = sorted(found.values(), key=lambda tensor: tensor.untyped_storage().nbytes(), reverse=True)
         graphs = kept_by_graphs(heaviest, (tensor for _, _, tensor in owners))
-        ends = [tensor for tensor in heaviest if tensor.grad_fn is not None][:_MAX_HOLDERS] if graphs.tensors else []
+        ends = [tensor for tensor in heaviest if tensor.grad_fn is not None][:_MAX_ENDS] if graphs.tensors else []
         asked = [*heaviest[:_MAX_HOLDERS], *ends] if with_holders else []
         holders = holders_of(asked) if asked else []
         in_graphs = Storages(graphs.tensors)

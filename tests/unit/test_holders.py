@@ -1,0 +1,68 @@
+"""Who holds a tensor, in words."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dist_ckpt.memory.holders import UNKNOWN, holders_of
+
+HERE = "in test_holders.py:"
+
+
+def test_an_attribute_is_named_as_such() -> None:
+    layer = nn.Linear(2, 2)
+    assert ends(
+        holders_of([layer.weight])[0], "Linear.weight of variable 'layer' ", "test_an_attribute_is_named_as_such"
+    )
+    layer.stash = {"kept": [torch.zeros(2)]}  # type: ignore[assignment]
+    found = holders_of([layer.stash["kept"][0]])[0]  # type: ignore[index]
+    assert found.startswith("list dict['kept'] Linear.stash of variable 'layer' "), found
+
+
+def test_of_a_module_within_modules_the_variable_is_told() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Linear(2, 2))
+    average = copy.deepcopy(model)
+    found = holders_of([*average.parameters(), *average.buffers()])
+    assert {name.split(" ")[0] for name in found} == {
+        *("Linear.weight", "Linear.bias", "BatchNorm1d.weight", "BatchNorm1d.bias"),
+        *("BatchNorm1d.running_mean", "BatchNorm1d.running_var", "BatchNorm1d.num_batches_tracked"),
+    }
+    assert all(" of variable 'average' in " in name for name in found), found
+
+
+def test_more_tensors_than_the_collector_is_asked_about_have_the_same_names() -> None:
+    average = nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)])
+    many = holders_of(list(average.parameters()))
+    few = holders_of(list(average.parameters())[:2])
+    assert [name.split(" in ")[0] for name in few] == [name.split(" in ")[0] for name in many[:2]]
+    assert len(set(many)) == 2
+
+
+def test_a_tensor_that_is_a_key_is_named_by_its_shape() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3, 4))])
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.zeros(3, 4)
+    optimizer.step()
+    found = holders_of([optimizer.state[parameter]["exp_avg"]])[0]
+    assert found.startswith("dict['exp_avg'] dict[Parameter 3 × 4] AdamW.state of variable 'optimizer' "), found
+
+
+def closure() -> Callable[[], Tensor]:
+    big = torch.zeros(3)
+    return lambda: big
+
+
+def test_closures_and_queues_are_named() -> None:
+    function = closure()
+    assert holders_of([function()])[0] == "'big' in the closure of closure.<locals>.<lambda>"
+    last = deque([torch.zeros(2)])
+    assert holders_of([last[0]])[0].startswith("deque 'last' in ")
+
+
+def test_what_nobody_holds_is_unknown() -> None:
+    assert holders_of([torch.zeros(1)]) == [UNKNOWN]
