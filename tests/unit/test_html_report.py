@@ -17,7 +17,7 @@ pytest.importorskip("plotly")
 
 from dist_ckpt.errors import ReportError
 from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
-from dist_ckpt.memory.records import MemoryReport, RankMemory
+from dist_ckpt.memory.records import MemoryReport, RankMemory, in_bytes
 from dist_ckpt.plan import Plan, Region, SaveRule
 from dist_ckpt.report.glossary import KIND_MEANINGS
 from dist_ckpt.report.html import deep_step, figures, page
@@ -416,7 +416,9 @@ def test_the_deep_step_of_another_policy_is_set_aside(tmp_path: Path) -> None:
 
 def test_the_words_of_the_page_are_explained(tmp_path: Path, without_plotly: None) -> None:
     assert set(KIND_MEANINGS) == set(KINDS)
-    found = Page(run_page(read_run(write_run(tmp_path / "run", [profile(0)]))))
+    text = run_page(read_run(write_run(tmp_path / "run", [profile(0)])))
+    found = Page(text)
+    assert f"Gray: smaller ones, {in_bytes(profile(0).rest_bytes)}." in text
     assert {row[0] for row in found.tables["what the words mean"][1:]} >= {*KINDS, "accounted", "live", "other"}
 
 

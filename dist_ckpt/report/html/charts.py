@@ -137,6 +137,7 @@ def at_peak_tiles(profile: StepProfile) -> Chart:
         f"What rank {profile.rank} holds at its peak, by kind, module and operation; areas are bytes.",
         deep_step.at_peak(profile),
         Table("alive at the peak, heaviest first", columns, tuple(rows)),
+        f"Gray: smaller ones, {in_bytes(profile.rest_bytes)}." if profile.rest_bytes else "",
     )
 
 
