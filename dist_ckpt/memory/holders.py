@@ -118,6 +118,7 @@ def holders_of(tensors: Sequence[Tensor]) -> list[str]:
     return [found.get(id(tensor), unfinished.get(id(tensor), UNKNOWN)) for tensor in tensors]
 
 
+_NO_KEY = object()
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of modules, of which what is in them is spoken of as an attribute itself."""
@@ -160,7 +161,9 @@ def _referrers(held: list[Any]) -> Iterator[Any]:
 def _extended(holder: Any, held: Any, within: tuple[_Step, ...]) -> tuple[_Step, ...]:
     """The way to a tensor, with one more holder."""
     if isinstance(holder, dict):
-        key = next((key for key, value in holder.items() if value is held), None)
+        key = next((key for key, value in holder.items() if value is held), _NO_KEY)
+        if key is _NO_KEY:
+            return (*within, _Step("key of dict"))
         if _is_module(holder):
             return (*within, _Step(f"{holder['__name__']}.{key}"))
         return (*within, _Step(f"dict[{_key(key)}]", key if isinstance(key, str) else None))

@@ -16,9 +16,9 @@ HERE = "in test_holders.py:"
 
 def test_an_attribute_is_named_as_such() -> None:
     layer = nn.Linear(2, 2)
-    assert ends(
-        holders_of([layer.weight])[0], "Linear.weight of variable 'layer' ", "test_an_attribute_is_named_as_such"
-    )
+    found = holders_of([layer.weight])[0]
+    assert found.startswith(f"Linear.weight of variable 'layer' {HERE}"), found
+    assert found.endswith("(test_an_attribute_is_named_as_such)"), found
     layer.stash = {"kept": [torch.zeros(2)]}  # type: ignore[assignment]
     found = holders_of([layer.stash["kept"][0]])[0]  # type: ignore[index]
     assert found.startswith("list dict['kept'] Linear.stash of variable 'layer' "), found

@@ -140,8 +140,12 @@ def test_gradients_of_others_are_there_though_no_object_stands_for_them() -> Non
     other = nn.Linear(SIDE, SIDE, bias=False)
     other(torch.randn(1, SIDE)).sum().backward()
     before = profiled(nn.Linear(4, 4), torch.randn(1, 4))
-    found = [h.count for h in before.holdings if h.kind == "unattributed" and h.shape == (SIDE, SIDE)]
-    assert sum(found) == 2, "its weight and its gradient"
+    found = [h for h in before.holdings if h.kind == "unattributed" and h.shape == (SIDE, SIDE)]
+    assert sum(h.count for h in found) == 2, "its weight and its gradient"
+    assert {h.source.split(" in ")[0] for h in found} == {
+        "Linear.weight of variable 'other'",
+        "gradient of Linear.weight of variable 'other'",
+    }
 
 
 class Step:

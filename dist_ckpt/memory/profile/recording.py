@@ -298,12 +298,16 @@ class Recording:
         ends = [tensor for tensor in heaviest if tensor.grad_fn is not None][:_MAX_ENDS] if graphs.tensors else []
         asked = [*heaviest[:_MAX_HOLDERS], *ends] if with_holders else []
         holders = holders_of(asked) if asked else []
+        whose = {id(tensor.grad): place for place, tensor in enumerate(heaviest) if tensor.is_leaf}
         in_graphs = Storages(graphs.tensors)
         of_graphs = _graph_of(holders[len(asked) - len(ends) :]) if with_holders else ""
         for place, tensor in enumerate(heaviest):
             holder = holders[place] if place < len(asked) - len(ends) else ""
-            is_graphs = holder == UNKNOWN and tensor in in_graphs
-            self._see(mark, "visible", of_graphs if is_graphs else holder, tensor)
+            if holder == UNKNOWN and whose.get(id(tensor), len(holders)) < len(asked) - len(ends):
+                holder = f"gradient of {holders[whose[id(tensor)]]}"
+            elif holder == UNKNOWN and tensor in in_graphs:
+                holder = of_graphs
+            self._see(mark, "visible", holder, tensor)
         for tensor in graphs.tensors:
             self._see(mark, "visible", of_graphs, tensor)
         return not graphs.opaque
