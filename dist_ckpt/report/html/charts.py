@@ -130,7 +130,7 @@ def at_peak_tiles(profile: StepProfile) -> Chart:
         for one in listed
     ]  # fmt: skip
     if smaller:
-        rows.append(("all that is smaller", "", "", "", "", None, Bytes(smaller), Share(smaller / whole)))
+        rows.append(("smaller ones", "", "", "", "", None, Bytes(smaller), Share(smaller / whole)))
     columns = ("kind", "module", "made by", "shape", "dtype", "count", "bytes", "of the peak")
     return Chart(
         f"Alive at the peak: {in_bytes(profile.peak_bytes)} in {profile.phase}",
