@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,17 @@ time.sleep(600)
 """A launcher like torchrun: its worker has a session of its own and ignores SIGTERM, and it waits for that worker."""
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as Python has it: a process of pytest-xdist's ignores it."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
 def test_an_interruption_ends_all_that_was_started(
-    tmp_path: Path, number: signal.Signals, error: type[BaseException]
+    tmp_path: Path, ctrl_c: None, number: signal.Signals, error: type[BaseException]
 ) -> None:
     born = tmp_path / "worker"
 
