@@ -112,6 +112,19 @@ def saved_tensors(node: Any, kind: NodeKind) -> Iterator[Any]:
         yield from (leaf for leaf in tree_leaves(node.__dict__) if isinstance(leaf, Tensor))
 
 
+def is_released(node: Any, kind: NodeKind) -> bool:
+    """Whether a backward has gone through a node and let go of what it kept; of one that kept nothing, nobody knows."""
+    for name in kind.handles:
+        try:
+            handle = getattr(node, name)
+            # What waits in hooks must not be unpacked, and has not been released: that ends the hooks too.
+            if isinstance(handle, SavedTensor) and handle.data is None and handle.unpack_hook is None:
+                getattr(node, name.replace("_raw_saved_", "_saved_"))
+        except RuntimeError:  # what was never there is None instead
+            return True
+    return False
+
+
 def is_opaque(node: Any, kind: NodeKind) -> bool:
     """Whether a node may keep tensors that Python cannot see."""
     return "CppNode" in node.name() if kind.is_opaque is None else kind.is_opaque

@@ -41,6 +41,8 @@ class SavedBytes:
     unseen: tuple[str, ...] = ()
     """Custom autograd Functions in regions with op rules in which no rule found anything to keep: what they compute
     outside of torch's dispatcher (a Triton kernel, numpy) no rule can see, so they are recomputed as they are."""
+    is_released: bool = False
+    """Whether a backward has gone through the graph already, after which it keeps nothing."""
     tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
     """A tensor of each storage of the total, if asked for. They keep what they show alive."""
 
@@ -76,6 +78,7 @@ def saved_bytes(
         weight_copies=walk.weight_copies.nbytes,
         opaque=tuple(sorted(walk.opaque)),
         unseen=tuple(sorted(walk.unseen)),
+        is_released=walk.is_released(),
         tensors=tuple(walk.tensors) if tensors else (),
     )
 
@@ -105,6 +108,7 @@ class _Walk:
         self.inputs = self.cached = self.offloaded = 0
         self.opaque: set[str] = set()
         self.unseen: set[str] = set()
+        self._visited: set[Any] = set()
         self.tensors: list[Tensor] = []
         self._kinds: dict[type, torch_private.NodeKind] = {}
         self._frames: dict[int, Any] = {}
@@ -112,6 +116,7 @@ class _Walk:
     def visit(self, nodes: list[Any], beyond: Set[Any] = frozenset()) -> None:
         pending = list({node for node in nodes if node is not None} - beyond)
         seen = {*pending, *beyond}
+        self._visited = seen
         frames: list[Any] = []
         functions: list[tuple[str, int]] = []
         while pending:
@@ -136,6 +141,12 @@ class _Walk:
         for frame in frames:
             self.cached += sum(self._keep(item, frames) for item in torch_private.frame_cache(frame))
             self.unseen |= {name for name, made in functions if torch_private.is_unseen(frame, name, made)}
+
+    def is_released(self) -> bool:
+        """Whether a backward has gone through what was visited; asked only where nothing is kept, as it takes time."""
+        kinds = self._kinds
+        nodes = (node for node in self._visited if type(node) in kinds)
+        return not self.kept.nbytes and any(torch_private.is_released(node, kinds[type(node)]) for node in nodes)
 
     def _add(self, item: Any) -> int:
         """Counts a tensor, or what stands for one; anything else is nothing."""

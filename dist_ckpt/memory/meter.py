@@ -78,12 +78,16 @@ class MemoryMeter:
         starts from).
 
         Raises:
-            ValueError: a root that is no tensor, or has no graph.
+            ValueError: a root that is no tensor, has no graph, or has had its backward.
         """
         for root in roots:
             if not isinstance(root, Tensor) or root.grad_fn is None:
                 raise ValueError(f"after_forward takes the loss, before backward; got {_describe(root)}")
         found = self._read_graph(roots)
+        if found.is_released:
+            raise ValueError(
+                "after_forward takes the loss before backward, which has let go of all that its graph kept"
+            )
         kept = found.total if roots[0].device.type == "cpu" else found.on_device
         self._activations = max(self._activations or 0, kept)
         self._offloaded = max(self._offloaded, found.offloaded)

@@ -222,3 +222,18 @@ def test_peak_is_the_worst_micro_batch_of_a_step() -> None:
     assert meter.boundary(1).activations == 5 * 4 * 4 * 2  # input and result of exp
     after = meter.boundary(2)
     assert after.activations is after.accounted is None  # nothing was measured: no figure, and no 0
+
+
+def test_a_graph_through_which_backward_has_gone_is_a_mistake() -> None:
+    linear = nn.Linear(4, 4)
+    meter = MemoryMeter(linear)
+    loss = linear(torch.randn(2, 4)).tanh().sum()
+    kept = meter.after_forward(loss)
+    loss.backward(retain_graph=True)
+    assert meter.after_forward(loss) == kept, "it is there for another one"
+    loss.backward()
+    with pytest.raises(ValueError, match="before backward, which has let go"):
+        meter.after_forward(loss)
+    weight, other = linear.weight, nn.Parameter(torch.ones(4, 4))
+    assert meter.after_forward((weight + other).sum()) == 0, "a graph that keeps nothing"
+    assert MemoryMeter(nn.ParameterList([weight, other])).after_forward((weight * other).sum(0)) == 0, "or parameters"
