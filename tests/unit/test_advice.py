@@ -400,6 +400,9 @@ def test_who_holds_what_nobody_owns_is_named() -> None:
     assert len(found) == 1
     assert "30.000 MiB" in found[0][0] and "list in train.py:12 on ranks 1-3" in found[0][0]
     assert found[0][1] == 30 * MIB
+    copies = [held("unattributed", 15, source=f"Linear.{one} of variable 'old' in train.py:9") for one in ("a", "b")]
+    advices = advised([profile_of((*QUIET, *copies))], run_of())
+    assert about(advices, "held by variable 'old' in train.py:9")[1] == 30 * MIB, "as one"
     little = (*QUIET, held("unattributed", 5, source="list in train.py:12"))
     assert not any("held by" in text for text, _ in advised([profile_of(little)], run_of()))
 

@@ -191,8 +191,11 @@ def _unattributed(view: View) -> Iterator[Advice]:
 def _holder(source: str) -> str:
     """Who holds something in the end, without the way there: all of a copied state is to be let go of as one.
 
-    ``dict 'best' in train.py:12 (train)`` of ``dict['state'] dict[0] dict['exp_avg'] 'best' in train.py:12 (train)``.
+    ``dict 'best' in train.py:12 (train)`` of ``dict['state'] dict[0] dict['exp_avg'] 'best' in train.py:12 (train)``,
+    and ``variable 'average' in train.py:12 (train)`` of ``Linear.weight of variable 'average' in train.py:12 (train)``.
     """
+    if found := re.search(r" of (variable '.*' in .*)", source):
+        return found[1]
     found = re.match(r"(\w+)(?:\[.*?\])? (?:\w+(?:\[.*?\])? )*('.*' in .*)", source)
     return f"{found[1]} {found[2]}" if found else source
 
