@@ -23,7 +23,7 @@ UNKNOWN = "unknown"
 
 _DEEPEST = 10
 """Levels of containers and objects that are looked through: a module in a module takes three."""
-_FEW = 30
+_FEW = 300
 """Objects up to which the collector finds who refers to them faster than a look at everything does."""
 _LONGEST = 60
 """Characters of a key."""
