@@ -210,7 +210,7 @@ class Recording:
                     else "another profiler was started or ended in it, and torch has room for one"
                 )
             )
-        times = {mark: op.start for mark, op in marks.items()}
+        times = {mark: op.start for mark, op in marks.items()} | {0: marks[0].end}  # when the step begins
         last = self._marks - 1
         start, end, boundary = marks[0].end, times[last], times[self._boundary]
         allocations = follow(trace.changes, self._seen, times, self._watch.gone, self._before)
