@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 # Before torch starts a pool of threads: one thread a process keeps the order of arithmetic, and so every
 # bitwise comparison, and leaves the cores to the ranks.
@@ -13,7 +13,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.ranks import RankGroups
 
@@ -42,20 +41,15 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.fixture
-def visible_bytes() -> Callable[[], int]:
-    """Counts the bytes of all tensors in the process, those that the tests before have left among them."""
-
-    def count() -> int:
-        gc.collect()
-        storages: dict[int, int] = {}
-        for one in gc.get_objects():
-            if not issubclass(type(one), torch.Tensor) or issubclass(type(one), FakeTensor) or one.device.type != "cpu":
-                continue
-            for tensor in (one, one.grad if one.is_leaf else None):
-                with contextlib.suppress(NotImplementedError, RuntimeError):  # kinds without a storage
-                    storage = tensor.untyped_storage() if tensor is not None else None
-                    if storage is not None and storage.resizable():
-                        storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
-
-    return count
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hides from measurements the tensors that other tests of this process have left, and keeps them meanwhile."""
+    gc.collect()
+    left = {id(one): one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
+    collector = SimpleNamespace(
+        get_objects=lambda: [one for one in gc.get_objects() if id(one) not in left],
+        get_referents=gc.get_referents,
+        get_referrers=gc.get_referrers,
+    )
+    monkeypatch.setattr("dist_ckpt.memory.holders.gc", collector)
+    yield
+    left.clear()

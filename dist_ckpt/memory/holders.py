@@ -61,7 +61,8 @@ def _is_allocated(tensor: Tensor, device: torch.device) -> bool:
 
 def visible_storages() -> frozenset[int]:
     """Addresses of storages that Python code has taken out of their tensors."""
-    return frozenset(one.data_ptr() for one in gc.get_objects() if type(one) is torch.UntypedStorage)
+    storages = (one for one in gc.get_objects() if type(one) is torch.UntypedStorage)
+    return frozenset(one.data_ptr() for one in storages if one.device.type != "meta")  # where FakeTensor's lie
 
 
 def holders_of(tensors: Sequence[Tensor]) -> list[str]:

