@@ -62,7 +62,7 @@ def test_rank_0_alone_speaks(uninterrupted: tuple[Finished, Path]) -> None:
     assert "plan: selective, 2 regions" in finished.output
     assert "memory per rank at step 12, MiB" in finished.output
     assert f"done: steps 1 to 12, last loss {metrics(run)[-1]['loss']:.4f}, " in lines[-1]
-    assert lines[-1].endswith(f" s, in {run.relative_to(finished.cwd)}")
+    assert lines[-1].endswith(f" s of training, in {run.relative_to(finished.cwd)}")
 
 
 def test_sigterm_to_one_worker_ends_all_and_the_run_can_go_on(
